@@ -1,0 +1,207 @@
+"""The command `attnlab`: one verb a function, each a table of contents. What is heavy is imported inside the verb that needs it."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import registry
+from registry import UserError
+
+app = typer.Typer(
+    name="attnlab",
+    help="A bench for attention variants and position schemes: register, check, train, compare.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Words = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides of the config, such as variant=gqa seed=1.")]
+Plugins = Annotated[list[str] | None, typer.Option("--plugin", help="A file or module that registers more names. May be repeated.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on standard output, nothing else there.")]
+Study = Annotated[str, typer.Argument(help="A study: its folder, or its name under --runs-dir.")]
+RunsDir = Annotated[Path, typer.Option("--runs-dir", help="Where studies are kept.")]
+
+RUNS = Path("runs")
+DISK_ERRORS = (errno.ENOSPC, errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.EDQUOT)
+
+
+def verb(function: Callable[..., None]) -> Callable[..., None]:
+    """Make a function a verb of the command. What can go wrong becomes a few lines and an exit code: 2 a mistake in the words, 1 a failure,
+    130 an interrupt."""
+
+    @functools.wraps(function)
+    def guarded(*args: Any, **kwargs: Any) -> None:
+        try:
+            function(*args, **kwargs)
+        except KeyboardInterrupt:
+            fail("interrupted; what was finished is kept, and the same command goes on from there", 130)
+        except UserError as error:
+            fail(str(error), 2)
+        except BrokenPipeError:
+            sys.stderr.close()
+            sys.exit(1)
+        except OSError as error:
+            if error.errno not in DISK_ERRORS:
+                raise
+            fail(f"{error.filename or 'the disk'}: {error.strerror}", 1)
+
+    app.command(function.__name__.removesuffix("_names"))(guarded)
+    return guarded
+
+
+@verb
+def list_names(
+    name: Annotated[str | None, typer.Argument(help="One name, to see its options; all of them if left out.")] = None,
+    plugin: Plugins = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="As Markdown tables.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show the variants, position schemes and tasks there are."""
+    from experiments.verbs import listing
+
+    registry.load_plugins(plugin or [])
+    if name is not None:
+        described = listing.describe(name)
+        print_json(described) if as_json else listing.show_one(described)
+    elif as_json:
+        print_json(listing.everything())
+    elif markdown:
+        print(listing.markdown(listing.everything()))
+    else:
+        listing.show(listing.everything())
+
+
+@verb
+def train(words: Words = None, plugin: Plugins = None, as_json: Json = False) -> None:
+    """Train and test one run; an interrupted one goes on where it was, a finished one is shown."""
+    from experiments.verbs import launching
+
+    launching.train(with_plugins(words, plugin), print_json if as_json else None)
+
+
+@verb
+def sweep(
+    words: Words = None,
+    plugin: Plugins = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would run.")] = False,
+    retry: Annotated[list[str] | None, typer.Option("--retry", help="Also run again what ended so: diverged.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Run every missing run of a grid: an experiment's, or comma lists such as variant=full,gqa seed=0,1,2."""
+    from experiments.verbs import launching
+
+    launching.sweep(with_plugins(words, plugin), dry_run=dry_run, retry=retry or [], report=print_json if as_json else None)
+
+
+@verb
+def status(study: Study, runs_dir: RunsDir = RUNS, as_json: Json = False) -> None:
+    """Show what became of each run of a study."""
+    from experiments.verbs import launching
+
+    launching.status(study_dir(study, runs_dir), print_json if as_json else None)
+
+
+@verb
+def check(
+    name: Annotated[str, typer.Argument(help="A registered variant.")],
+    options: Annotated[list[str] | None, typer.Argument(metavar="[OPTION=VALUE]...", help="Options of the variant, such as window=8.")] = None,
+    plugin: Plugins = None,
+    fast: Annotated[bool, typer.Option("--fast", help="Fewer lengths and positions.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Check a variant: causality, cache against full pass, padding, segments, batch, cost."""
+    from experiments.verbs import checking
+
+    registry.load_plugins(plugin or [])
+    checking.check(name, options or [], fast=fast, report=print_json if as_json else None)
+
+
+@verb
+def compare(
+    study: Study,
+    by: Annotated[str | None, typer.Option(help="Config keys that make a group, comma separated (default: what varies).")] = None,
+    metric: Annotated[str | None, typer.Option(help="Metrics, comma separated (default: accuracy on every test set).")] = None,
+    baseline: Annotated[str | None, typer.Option(help="The group to compare with, such as variant.name=full.")] = None,
+    table: Annotated[str, typer.Option("--format", help="text, csv or latex.")] = "text",
+    runs_dir: RunsDir = RUNS,
+    as_json: Json = False,
+) -> None:
+    """Compare the groups of a study: n, mean, interval, paired difference to a baseline, verdict."""
+    from experiments.verbs import comparing
+
+    comparing.compare(study_dir(study, runs_dir), by, metric, baseline, table, print_json if as_json else None)
+
+
+@verb
+def report(
+    study: Study,
+    output: Annotated[Path | None, typer.Option(help="The HTML file (default: report.html in the study's folder).")] = None,
+    runs_dir: RunsDir = RUNS,
+) -> None:
+    """Write the comparison page: one self-contained HTML file."""
+    from experiments.verbs import comparing
+
+    comparing.report(study_dir(study, runs_dir), output)
+
+
+@verb
+def bench(
+    level: Annotated[str, typer.Option(help="model (a whole training step).")] = "model",
+    repeats: Annotated[int, typer.Option(help="Timed repetitions of each candidate.")] = 7,
+    threads: Annotated[int, typer.Option(help="Threads of torch.")] = 2,
+    as_json: Json = False,
+) -> None:
+    """Time candidates and peers against each other, interleaved in one process."""
+    from experiments.bench import run
+
+    run.bench(level, repeats=repeats, threads=threads, report=print_json if as_json else None)
+
+
+def main() -> None:
+    """Entry point of the command."""
+    app()
+
+
+def fail(message: str, code: int) -> None:
+    """Say what is wrong on standard error and leave."""
+    print(f"attnlab: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+def print_json(document: Any) -> None:
+    """One strict JSON document."""
+    print(json.dumps(document, indent=2, allow_nan=False))
+
+
+def with_plugins(words: list[str] | None, plugins: list[str] | None) -> list[str]:
+    """The words, with `--plugin` written as the override it stands for."""
+    if not plugins:
+        return list(words or [])
+    return [*(words or []), f"plugins=[{','.join(json.dumps(str(_absolute(plugin))) for plugin in plugins)}]"]
+
+
+def _absolute(plugin: str) -> str:
+    return str(Path(plugin).expanduser().resolve()) if plugin.endswith(".py") else plugin
+
+
+def study_dir(study: str, runs_dir: Path) -> Path:
+    """The folder of a study given by name or path. Raises UserError with the nearest study there is."""
+    for folder in (Path(study), runs_dir / study):
+        if (folder / "study.json").is_file() or any(folder.glob("*/config.json")):
+            return folder
+    there = [folder.parent.name for folder in runs_dir.glob("*/study.json")] if runs_dir.is_dir() else []
+    raise UserError(f"no study {study!r} under {runs_dir}.{registry.nearest(study, there)}")
+
+
+if __name__ == "__main__":
+    main()

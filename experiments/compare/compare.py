@@ -1,0 +1,218 @@
+"""Comparing the runs of a study: groups over seeds, and each group's difference to a baseline, paired by seed.
+
+A group is all runs that agree on the keys `by`. A seed counts once: where a group holds several runs of one seed (because `by` leaves out
+a setting that varies), they are averaged first, so that intervals and tests speak of seeds and of nothing else. Only finished runs are
+averaged; the others are counted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from experiments.compare.groups import TEST, Cell, Comparison, Group, left_out
+from experiments.compare.keys import Keys, natural, same_axis, spell
+from experiments.compare.statistics import holm, mean_interval, sign_flip, success_rate, verdict
+from experiments.runs import read
+from experiments.runs.read import Run, flatten
+from registry import UserError, nearest
+
+#: What tells a run from the others of its group: its seed, and whatever else is averaged within a seed.
+Unit = Callable[[Run], tuple[str, str]]
+
+
+def compare(
+    study_dir: Path | str,
+    by: str | Iterable[str] | None = None,
+    metric: str | Iterable[str] | None = None,
+    baseline: str | Mapping[str, Any] | None = None,
+) -> Comparison:
+    """Group, average and compare the runs of a study. Raises UserError for a key, metric or baseline that the study does not have.
+
+    by: keys of the config, a list or words with commas (default: every one that varies, besides seeds). `variant`, `position` and `task`
+        stand for a name together with those of its options that vary.
+    metric: final metrics, likewise (default: the test accuracy on every evaluation set).
+    baseline: {"variant": "full"}, "variant=full" or "full" (then of the first key): what the groups compared against are like. A group is
+        compared with the one of them that agrees with it on all other keys (default: `full` among the variants, else the first group).
+    """
+    return compare_runs(Path(study_dir).resolve().name, read.runs(study_dir), by, metric, baseline)
+
+
+def compare_runs(
+    study: str,
+    runs: Sequence[Run],
+    by: str | Iterable[str] | None = None,
+    metric: str | Iterable[str] | None = None,
+    baseline: str | Mapping[str, Any] | None = None,
+) -> Comparison:
+    """`compare`, of runs already read."""
+    readable = [run for run in runs if run.config]
+    if not readable:
+        raise UserError(f"study {study!r} has no run that began ({len(runs)} planned)")
+    keys = Keys(readable)
+    chosen = keys.checked(_words(by)) or keys.varying() or ["variant"]
+    averaged = keys.varying(chosen)
+    metrics = _metrics(readable, _words(metric))
+    members: dict[str, list[Run]] = {}
+    for run in readable:
+        members.setdefault(json.dumps([keys.value(run, key) for key in chosen]), []).append(run)
+    groups = [_group({key: keys.value(same[0], key) for key in chosen}, same, metrics, keys) for same in members.values()]
+    groups.sort(key=lambda group: [natural(value) for value in group.by.values()])
+    conditions = _conditions(baseline, chosen) if baseline else _default_baseline(groups, chosen)
+    keys.checked(conditions)
+    partners = _partners(groups, keys, conditions)
+    paired = [key for key in averaged if not same_axis(key, conditions)]
+    groups = _compared(groups, partners, metrics, lambda run: (keys.seed(run), json.dumps([keys.value(run, key) for key in paired])))
+    # Whoever is compared against comes first on its own axis.
+    first = {key: {name: value for name, value in conditions.items() if same_axis(name, [key])} for key in chosen}
+    groups.sort(key=lambda group: [(not keys.fits(group.runs, first[key]), natural(value)) for key, value in group.by.items()])
+    return Comparison(study, chosen, metrics, conditions, averaged, groups, left_out(runs))
+
+
+def _words(given: str | Iterable[str] | None) -> list[str]:
+    words = given.split(",") if isinstance(given, str) else list(given or ())
+    return [word.strip() for word in words]
+
+
+def _metrics(runs: Sequence[Run], asked: Sequence[str]) -> list[str]:
+    known = {name for run in runs for name in run.metrics}
+    for name in asked:
+        if name not in known:
+            raise UserError(f"no finished run has the metric {name!r}.{nearest(name, known)}")
+    found = [match for name in known if (match := TEST.fullmatch(name)) and match["measure"] == "accuracy"]
+    found.sort(key=lambda match: (match["axis"] != "length", match["axis"], int(match["length"])))
+    return list(asked) or [match[0] for match in found]
+
+
+def _conditions(baseline: str | Mapping[str, Any], by: Sequence[str]) -> dict[str, Any]:
+    if isinstance(baseline, Mapping):
+        return dict(baseline)
+    pairs = [word.partition("=") for word in _words(baseline)]
+    # A label may hold "=" itself ("sliding_window window=16"), but then has a space before it; a key has none.
+    if not all(sep and " " not in key for key, sep, _ in pairs):
+        return {by[0]: baseline}
+    return {key: _plain(value) for key, _, value in pairs}
+
+
+def _plain(text: str) -> Any:
+    """The number or word that a text spells: 1e-5 and 0.00001 are one."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _default_baseline(groups: Sequence[Group], by: Sequence[str]) -> dict[str, Any]:
+    """Variant `full` where there is one, with whatever options come first; else what the first group is like on the first key."""
+    key = next((key for key in by if key in ("variant", "variant.name")), by[0])
+    values = [group.by[key] for group in groups]
+    return {key: next((value for value in values if spell(value).partition(" ")[0] == "full"), values[0])}
+
+
+def _partners(groups: Sequence[Group], keys: Keys, conditions: Mapping[str, Any]) -> list[Group | None]:
+    """The group that each group is compared with; None where there is none. Raises UserError for conditions that fit none, or several."""
+    candidates = [group for group in groups if keys.fits(group.runs, conditions)]
+    said = ", ".join(f"{key}={spell(value)}" for key, value in conditions.items())
+    if not candidates:
+        raise UserError(f"no group is like the baseline {said}. Groups: {'; '.join(group.label for group in groups)}")
+    others = [key for key in groups[0].by if not same_axis(key, conditions)]
+    partners: list[Group | None] = []
+    for group in groups:
+        alike = [candidate for candidate in candidates if all(candidate.by[key] == group.by[key] for key in others)]
+        if len(alike) > 1:
+            raise UserError(f"several groups are like the baseline {said}: {'; '.join(one.label for one in alike)}. Name one of them")
+        partners.append(alike[0] if alike else None)
+    return partners
+
+
+def _group(by: Mapping[str, Any], runs: Sequence[Run], metrics: Sequence[str], keys: Keys) -> Group:
+    finished = [run for run in runs if run.status == "finished"]
+    steps = [run.result.get("steps_to_solve") for run in finished]
+    solving = sorted(float("inf") if step is None else step for step in steps)
+    middle = median(solving) if solving else float("inf")
+    costs: dict[str, list[float]] = {}
+    for run in finished:
+        for name, value in flatten({**run.result.get("costs", {}), **run.result.get("counts", {})}).items():
+            if isinstance(value, int | float):
+                costs.setdefault(name, []).append(value)
+    return Group(
+        by=by,
+        runs=runs,
+        cells={metric: _cell(metric, finished, keys) for metric in metrics},
+        solved=success_rate(sum(step is not None for step in steps), len(steps)) if steps else None,
+        steps_to_solve=None if middle == float("inf") else float(middle),
+        costs={name: fmean(values) for name, values in costs.items()},
+    )
+
+
+def _cell(metric: str, finished: Sequence[Run], keys: Keys) -> Cell:
+    values = _values(metric, finished, lambda run: (keys.seed(run), run.run_id))
+    means = [fmean(of_seed.values()) for of_seed in values.values()]
+    if not means:
+        return Cell(metric, 0, verdict="no finished run has this metric" if finished else "no finished run")
+    match = TEST.fullmatch(metric)
+    trivial: dict[str, list[float]] = {}
+    if match and match["measure"] == "accuracy":
+        for run in finished:
+            for name, value in run.result.get("baselines", {}).get(match["set"], {}).items():
+                trivial.setdefault(name, []).append(value)
+    averages = {name: fmean(values) for name, values in trivial.items()}
+    ceiling = averages.pop("within_reach", None)
+    interval = mean_interval(means)
+    return Cell(metric, len(means), *interval, min=min(means), max=max(means), ceiling=ceiling, trivial=averages or None)
+
+
+def _values(metric: str, runs: Iterable[Run], unit: Unit) -> dict[str, dict[str, float]]:
+    """The metric's mean for each seed and what is averaged within it."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for run in runs:
+        if metric in run.metrics:
+            seed, within = unit(run)
+            found.setdefault(seed, {}).setdefault(within, []).append(run.metrics[metric])
+    return {seed: {within: fmean(values) for within, values in of_seed.items()} for seed, of_seed in found.items()}
+
+
+def _compared(groups: Sequence[Group], partners: Sequence[Group | None], metrics: Sequence[str], unit: Unit) -> list[Group]:
+    """The groups, with each cell's difference to its partner's."""
+    cells: list[dict[str, Cell]] = [dict(group.cells) for group in groups]
+    for metric in metrics:
+        tested: list[int] = []
+        for i, (group, partner) in enumerate(zip(groups, partners, strict=True)):
+            cells[i][metric] = _paired(group, partner, metric, unit)
+            if cells[i][metric].p_uncorrected is not None:
+                tested.append(i)
+        corrected = holm([cells[i][metric].p_uncorrected or 0.0 for i in tested])
+        for i, p in zip(tested, corrected, strict=True):
+            cell = cells[i][metric]
+            words = verdict(cell.difference or 0.0, p, cell.pairs, len(tested))
+            cells[i][metric] = replace(cell, p=p, verdict=words)
+    return [
+        replace(group, cells=cell, compared_with=partner.by if partner else None)
+        for group, partner, cell in zip(groups, partners, cells, strict=True)
+    ]
+
+
+def _paired(group: Group, partner: Group | None, metric: str, unit: Unit) -> Cell:
+    cell = group.cells[metric]
+    if partner is group:
+        return replace(cell, verdict=cell.verdict or "baseline")
+    if partner is None:
+        return replace(cell, verdict=cell.verdict or "no baseline agrees on the other keys")
+    mine, theirs = (_values(metric, side.finished, unit) for side in (group, partner))
+    shared = {seed: [within for within in mine[seed] if within in theirs[seed]] for seed in mine if seed in theirs}
+    differences = [fmean(mine[seed][key] - theirs[seed][key] for key in common) for seed, common in shared.items() if common]
+    if not differences:
+        return replace(cell, verdict=cell.verdict or "no seed in common with the baseline")
+    interval = mean_interval(differences)
+    return replace(
+        cell,
+        pairs=len(differences),
+        difference=interval.mean,
+        difference_low=interval.low,
+        difference_high=interval.high,
+        p_uncorrected=sign_flip(differences),
+    )

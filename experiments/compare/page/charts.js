@@ -1,0 +1,140 @@
+// Draws the charts: what a group looks like, and one function a chart. Numbers come from the data as they are.
+"use strict";
+
+const charts = (() => {
+  const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
+  const PATTERNS = { solid: "", dash: "6 4", dot: "2 3", dashdot: "7 3 2 3", longdash: "10 4", longdashdot: "10 3 2 3" };
+  const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "cross", "x", "star", "hexagon"];
+  const COLOURS = 8;
+
+  const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+  // Plotly reads a little HTML in texts; a user's words are not markup.
+  const inert = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+
+  const faint = (hex, alpha) => {
+    const [r, g, b] = [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
+    return `rgba(${r},${g},${b},${alpha})`;
+  };
+
+  // A colour for each value of the first key, a dash for each of the second, a marker for the rest: variant, position, other settings.
+  function styles(groups, by) {
+    const key = (names, otherwise) => by.find((name) => names.includes(name)) ?? otherwise;
+    const first = key(["variant", "variant.name"], by[0]);
+    const others = by.filter((name) => name !== first);
+    const second = others.find((name) => ["position", "position.name"].includes(name)) ?? others[0];
+    const rest = others.filter((name) => name !== second);
+    const seen = [[], [], []];
+    const place = (i, value) => {
+      if (!seen[i].includes(value)) seen[i].push(value);
+      return seen[i].indexOf(value);
+    };
+    return groups.map((group) => {
+      const colour = place(0, group.by[first]);
+      const symbol = place(2, JSON.stringify(rest.map((name) => group.by[name]))) + Math.floor(colour / COLOURS);
+      return {
+        colour: css(`--c${colour % COLOURS}`),
+        dash: DASHES[second === undefined ? 0 : place(1, group.by[second]) % DASHES.length],
+        symbol: SYMBOLS[symbol % SYMBOLS.length],
+      };
+    });
+  }
+
+  function layout(x, y, more = {}) {
+    const axis = { gridcolor: css("--rule"), linecolor: css("--muted"), zerolinecolor: css("--rule"), automargin: true, ticks: "outside", tickcolor: css("--rule") };
+    return {
+      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false, hovermode: "closest",
+      font: { family: css("--text"), size: 12, color: css("--muted") },
+      margin: { l: 48, r: 14, t: 14, b: 44 },
+      hoverlabel: { bgcolor: css("--raised"), bordercolor: css("--rule"), font: { color: css("--ink"), family: css("--text"), size: 12 }, namelength: -1 },
+      xaxis: { ...axis, showgrid: false, ...x }, yaxis: { ...axis, ...y }, ...more,
+    };
+  }
+
+  const draw = (id, traces, shape) => Plotly.react(id, traces, shape, { displayModeBar: false, responsive: true, showTips: false });
+
+  const accuracyAxis = (title) => ({ type: "linear", title: { text: title }, range: [-0.02, 1.03], tickformat: ".1f", dtick: 0.2 });
+
+  function length(data, styled, shown, axis) {
+    const sets = data.metrics.filter((metric) => metric.axis === axis && metric.measure === "accuracy");
+    const lengths = sets.map((set) => set.length);
+    const traces = [];
+    const trivial = new Map();
+    data.groups.forEach((group, i) => {
+      const cells = sets.map((set) => group.cells[set.name]);
+      for (const [j, cell] of cells.entries())
+        for (const [name, value] of Object.entries(cell.trivial ?? {})) {
+          if (!trivial.has(name)) trivial.set(name, lengths.map(() => null));
+          trivial.get(name)[j] ??= value;
+        }
+      if (!shown[i]) return;
+      const { colour, dash, symbol } = styled[i];
+      if (cells.some((cell) => cell.ceiling !== null))
+        traces.push({
+          x: lengths, y: cells.map((cell) => cell.ceiling), mode: "markers", name: inert(`${group.label}: ceiling`), hovertemplate: "%{y:.3f}<extra>%{fullData.name}</extra>",
+          marker: { symbol: "line-ew-open", size: 22, color: colour, line: { width: 1.5, color: colour } },
+        });
+      traces.push({
+        x: lengths, y: cells.map((cell) => cell.mean), mode: "lines+markers", name: inert(group.label),
+        line: { color: colour, dash, width: 2 }, marker: { symbol, size: 7, color: colour },
+        error_y: {
+          type: "data", symmetric: false, thickness: 1, width: 3, color: faint(colour, 0.65),
+          array: cells.map((cell) => (cell.high === null ? 0 : cell.high - cell.mean)), arrayminus: cells.map((cell) => (cell.low === null ? 0 : cell.mean - cell.low)),
+        },
+        customdata: cells.map((cell) => cell.n), hovertemplate: "%{y:.3f}, n=%{customdata}<extra>%{fullData.name}</extra>",
+      });
+    });
+    const lines = new Map();
+    for (const [name, values] of trivial) {
+      const same = JSON.stringify(values);
+      lines.set(same, { values, names: [...(lines.get(same)?.names ?? []), name.replaceAll("_", " ")] });
+    }
+    const annotations = [];
+    for (const { values, names } of lines.values()) {
+      traces.unshift({ x: lengths, y: values, mode: "lines", name: inert(names.join(", ")), line: { color: css("--muted"), dash: "dot", width: 1 }, hovertemplate: "%{y:.3f}<extra>%{fullData.name}</extra>" });
+      annotations.push({ x: Math.log10(lengths[0]), y: values[0], xanchor: "left", xshift: 12, yanchor: "bottom", showarrow: false, text: inert(names.join(", ")), font: { size: 11 } });
+    }
+    const trained = data.trained.filter((at) => at <= lengths.at(-1));
+    for (const at of trained)
+      annotations.push({ x: Math.log10(at), y: 1, yref: "paper", xanchor: "left", yanchor: "bottom", showarrow: false, text: "trained here", font: { size: 11 } });
+    const shapes = trained.map((at) => ({ type: "line", x0: at, x1: at, y0: 0, y1: 1, yref: "paper", line: { color: css("--muted"), width: 1, dash: "dash" } }));
+    const ticks = { type: "log", tickvals: lengths, ticktext: lengths.map(String), title: { text: axis === "length" ? "length (tokens)" : `length (tokens), harder along “${inert(axis)}”` } };
+    draw("length-chart", traces, layout(ticks, accuracyAxis("test accuracy"), { annotations, shapes, margin: { l: 48, r: 14, t: 24, b: 44 } }));
+  }
+
+  function curve(data, styled, shown, name, x) {
+    const singles = [], bands = [], means = [];
+    for (const found of data.curves.filter((one) => one.name === name && shown[one.group])) {
+      const group = data.groups[found.group];
+      const { colour, dash } = styled[found.group];
+      for (const run of found.runs)
+        singles.push({ x: run[x], y: run.values, mode: "lines", name: inert(`${group.label}, ${run.name}`), line: { color: faint(colour, 0.3), dash, width: 1 }, hovertemplate: "%{y:.4g}<extra>%{fullData.name}</extra>" });
+      const at = found.mean[x];
+      const edge = { x: at, mode: "lines", line: { width: 0 }, hoverinfo: "skip" };
+      if (found.n > 1) bands.push({ ...edge, y: found.mean.low }, { ...edge, y: found.mean.high, fill: "tonexty", fillcolor: faint(colour, 0.09) });
+      means.push({ x: at, y: found.mean.values, mode: "lines", name: inert(`${group.label}, mean of ${found.n}`), line: { color: colour, dash, width: 2 }, hovertemplate: "%{y:.4g}<extra>%{fullData.name}</extra>" });
+    }
+    const y = name.endsWith("accuracy") ? accuracyAxis(inert(name)) : { type: "linear", title: { text: inert(name) }, rangemode: "tozero" };
+    draw("curve-chart", [...bands, ...singles, ...means], layout({ type: "linear", title: { text: x }, rangemode: "tozero" }, y));
+  }
+
+  function slice(data, styled, shown, name, set) {
+    const found = data.slices.find((one) => one.name === name && `${one.axis} ${one.length}` === set);
+    const traces = found.groups.map((bins, i) => {
+      const { colour, dash, symbol } = styled[i];
+      return {
+        x: found.bins, y: bins.map((bin) => bin?.mean ?? null), visible: shown[i], mode: "lines+markers", name: inert(data.groups[i].label),
+        line: { color: colour, dash, width: 2 }, marker: { symbol, size: 6, color: colour },
+        error_y: {
+          type: "data", symmetric: false, thickness: 1, width: 3, color: faint(colour, 0.65),
+          array: bins.map((bin) => (bin ? bin.high - bin.mean : 0)), arrayminus: bins.map((bin) => (bin ? bin.mean - bin.low : 0)),
+        },
+        hovertemplate: "%{y:.3f}<extra>%{fullData.name}</extra>",
+      };
+    });
+    // Plotly would read labels like "32" as numbers, and space them so.
+    draw("slice-chart", traces, layout({ type: "category", categoryorder: "array", categoryarray: found.bins, title: { text: inert(name) } }, accuracyAxis("test accuracy")));
+  }
+
+  return { styles, length, curve, slice, PATTERNS };
+})();

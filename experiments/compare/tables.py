@@ -1,0 +1,200 @@
+"""The one table writer: a comparison for the terminal, for a spreadsheet (CSV) and for a paper (LaTeX).
+
+The terminal and the paper show a row a group and a column an evaluation set; the spreadsheet has a row for each group and metric and loses
+no digit. Each says what its numbers average over.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.console import Group as Stack
+from rich.table import Table
+from rich.text import Text
+
+from experiments.compare.groups import TEST, Cell, Comparison
+from experiments.compare.keys import SECTIONS, spell
+from experiments.compare.statistics import LEVEL, POWERLESS
+
+NOTHING = "-"
+_LATEX = {
+    "\\": r"\textbackslash{}",
+    **{character: f"\\{character}" for character in "&%$#_{}"},
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "±": r"$\pm$",
+    "≤": r"$\leq$",
+    "·": r"$\cdot$",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+}
+
+
+def show(comparison: Comparison) -> None:
+    """Print the tables, as wide as the terminal."""
+    Console().print(terminal(comparison))
+
+
+def terminal(comparison: Comparison) -> Stack:
+    """Two tables for rich: the groups' means and costs, and the differences to the baseline."""
+    tables = [_rich(f"{comparison.study}: means", results(comparison), results_caption(comparison), len(comparison.by))]
+    if any(cell.pairs for group in comparison.groups for cell in group.cells.values()):
+        tables.append(_rich("Differences to the baseline", differences(comparison), differences_caption(comparison), len(comparison.by)))
+    return Stack(*tables)
+
+
+def to_csv(comparison: Comparison) -> str:
+    """A row for each group and metric, under a first line that names the columns."""
+    shown = [name for name in Cell.__dataclass_fields__ if name != "trivial"]
+    costs = list(dict.fromkeys(name for group in comparison.groups for name in group.costs))
+    rows: list[list[object]] = [["study", *comparison.by, *shown, "finished", "left_out", "solved", "steps_to_solve", *costs]]
+    for group in comparison.groups:
+        about = [len(group.finished), sum(group.left_out.values()), group.solved and group.solved.successes, group.steps_to_solve]
+        spent = [group.costs.get(name) for name in costs]
+        for cell in group.cells.values():
+            values = [getattr(cell, name) for name in shown]
+            rows.append([comparison.study, *map(_inert, group.by.values()), *values, *about, *spent])
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+def to_latex(comparison: Comparison) -> str:
+    """The table of means for a paper; needs the package booktabs."""
+    header, *rows = ([escape_latex(text.replace("\n", " ")) for text in row] for row in results(comparison))
+    columns = "l" * len(comparison.by) + "r" * (len(header) - len(comparison.by))
+    body = [" & ".join(row) + r" \\" for row in rows]
+    return "\n".join(
+        [
+            r"\begin{table}",
+            r"\centering",
+            rf"\caption{{{escape_latex(comparison.study)}: {escape_latex(results_caption(comparison))}}}",
+            rf"\begin{{tabular}}{{{columns}}}",
+            r"\toprule",
+            " & ".join(header) + r" \\",
+            r"\midrule",
+            *body,
+            r"\bottomrule",
+            r"\end{tabular}",
+            r"\end{table}",
+            "",
+        ]
+    )
+
+
+def results(comparison: Comparison) -> list[list[str]]:
+    """A header and a row a group: keys, finished runs of all, mean ± half the interval on every metric, solve rate, steps and costs."""
+    header = [*_titles(comparison.by), "finished", *map(title, comparison.metrics), "solved", "steps to solve", "tokens/s", "parameters"]
+    rows = []
+    for group in comparison.groups:
+        keys = [spell(value) for value in group.by.values()]
+        cells = [_mean(group.cells[metric]) for metric in comparison.metrics]
+        solved = f"{group.solved.successes}/{group.solved.n}" if group.solved else NOTHING
+        steps = NOTHING if group.solved is None else "never" if group.steps_to_solve is None else f"{group.steps_to_solve:,.0f}"
+        costs = [quantity(group.costs.get(name)) for name in ("tokens_per_second", "parameters")]
+        rows.append([*keys, f"{len(group.finished)}/{len(group.runs)}", *cells, solved, steps, *costs])
+    return [header, *rows]
+
+
+def differences(comparison: Comparison) -> list[list[str]]:
+    """A header and a row for each group that is not a baseline: the paired difference ± half its interval, and its corrected p."""
+    rows = [
+        [*map(spell, group.by.values()), *(_difference(group.cells[metric]) for metric in comparison.metrics)]
+        for group in comparison.groups
+        if group.compared_with != group.by
+    ]
+    return [[*_titles(comparison.by), *map(title, comparison.metrics)], *rows]
+
+
+def results_caption(comparison: Comparison) -> str:
+    """What the numbers average over, and which runs they leave out."""
+    lost = [f"{count} {status}" for status, count in comparison.left_out.items() if count]
+    ceiling = any(cell.ceiling is not None for group in comparison.groups for cell in group.cells.values())
+    return (
+        f"Mean ± half a 95 % t interval; {comparison.averages_over}. "
+        + ("≤: what the model's reach allows. " if ceiling else "")
+        + "Steps to solve: median, unsolved runs counted as never. "
+        + f"{comparison.finished} finished runs"
+        + (f"; left out: {', '.join(lost)}." if lost else ", none left out.")
+    )
+
+
+def differences_caption(comparison: Comparison) -> str:
+    """What is compared with what, how it is tested, and what the test can say."""
+    against = ", ".join(f"{key}={spell(value)}" for key, value in comparison.baseline.items())
+    verdicts = {cell.verdict for group in comparison.groups for cell in group.cells.values()}
+    powerless = sorted(words for words in verdicts if words.startswith(POWERLESS))
+    return (
+        f"Difference to {against} with all else equal, paired by seed, ± half a 95 % t interval; p of the sign-flip test, Holm-corrected "
+        f"within a column; * below {LEVEL}." + "".join(f" Without p: {words}." for words in powerless)
+    )
+
+
+def title(metric: str) -> str:
+    """A metric's name as a column head: the evaluation set, and the measure where it is not the accuracy."""
+    match = TEST.fullmatch(metric)
+    if match is None:
+        return metric
+    measure = "" if match["measure"] == "accuracy" else f" {match['measure']}"
+    return f"{match['axis']} {match['length']}{measure}"
+
+
+def telling(cell: Cell) -> bool:
+    """Whether the cell's p is shown: one that could not have been small says nothing, and the caption says why."""
+    return cell.p is not None and not cell.verdict.startswith(POWERLESS)
+
+
+def quantity(value: int | float | None) -> str:
+    """A large number in three digits: 1.23M."""
+    if value is None:
+        return NOTHING
+    for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= 0.9995 * unit:
+            return f"{value / unit:.3g}{name}"
+    return f"{value:.3g}"
+
+
+def escape_latex(text: str) -> str:
+    """Text that LaTeX prints as it is."""
+    return "".join(_LATEX.get(character, character) for character in text)
+
+
+def _titles(keys: Sequence[str]) -> list[str]:
+    return [key.removesuffix(".name") if key.partition(".")[0] in SECTIONS else key for key in keys]
+
+
+def _mean(cell: Cell) -> str:
+    if cell.mean is None:
+        return NOTHING
+    spread = f" ±{cell.high - cell.mean:.3f}" if cell.high is not None else ""
+    ceiling = f"\n≤{cell.ceiling:.3f}" if cell.ceiling is not None else ""
+    return f"{cell.mean:.3f}{spread}{ceiling}"
+
+
+def _difference(cell: Cell) -> str:
+    if cell.difference is None:
+        return cell.verdict
+    spread = f" ±{cell.difference_high - cell.difference:.3f}" if cell.difference_high is not None else ""
+    p = f"\np={cell.p:.2g}{'*' * (cell.p < LEVEL)}" if cell.p is not None and telling(cell) else ""
+    return f"{cell.difference:+.3f}{spread}{p}"
+
+
+def _rich(name: str, rows: list[list[str]], caption: str, keys: int) -> Table:
+    # Text, not strings: rich would read square brackets in a user's words as markup.
+    table = Table(title=Text(name), caption=Text(caption), box=box.SIMPLE_HEAD, pad_edge=False)
+    table.title_justify = table.caption_justify = "left"
+    for i, head in enumerate(rows[0]):
+        table.add_column(Text(head), justify="left" if i < keys else "right", no_wrap=i < keys)
+    for row in rows[1:]:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def _inert(value: object) -> object:
+    """A setting for a spreadsheet, which would run a text that starts like a formula."""
+    text = spell(value)
+    return f"'{text}" if text[:1] in ("=", "+", "-", "@", "\t", "\r") and not isinstance(value, int | float) else text

@@ -1,0 +1,131 @@
+"""Which runs a sweep consists of: the grid of an experiment and of the command line, expanded, checked and named.
+
+A grid is a mapping from a key to its choices. A choice may carry overrides that belong to it alone:
+
+    sweep:
+      variant: [full, sliding_window variant.window=8]
+      position: [rope, none]
+      seed: [0, 1, 2]
+
+A key given on the command line (`seed=0,1`) takes the place of the experiment's choices for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.types import Override
+
+import registry
+from experiments.config import parse, resolve, without
+from experiments.runs.identity import run_id
+from registry import UserError
+
+#: Keys that plan and compare a study and mean nothing to a run.
+STUDY_KEYS = ("sweep", "compare")
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run: the overrides that tell it from its neighbours, and its resolved config."""
+
+    run_id: str
+    overrides: tuple[str, ...]
+    config: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The runs of a study, and the combinations that have no meaning, with the reason."""
+
+    study: str
+    directory: Path
+    runs: list[PlannedRun]
+    dropped: list[tuple[tuple[str, ...], str]]
+    executor: dict[str, Any]
+    compare: dict[str, Any] = field(default_factory=dict)
+
+
+def single(words: Sequence[str]) -> PlannedRun:
+    """The one run that `words` describe."""
+    config = without(resolve(words), *STUDY_KEYS)
+    return PlannedRun(run_id(config), tuple(words), config)
+
+
+def expand(words: Sequence[str]) -> Plan:
+    """The plan that `words` describe. Raises UserError for a combination that cannot be built; one without meaning is dropped."""
+    overrides = parse(words)
+    fixed = [o.input_line for o in overrides if not o.is_sweep_override()]
+    base = resolve([str(word) for word in fixed])
+    grid = _grid(base["sweep"], overrides)
+    runs: dict[str, PlannedRun] = {}
+    dropped = []
+    for choice in itertools.product(*grid.values()):
+        chosen = tuple(word for words_of_choice in choice for word in words_of_choice)
+        config = without(resolve([*chosen, *_not_in_grid(overrides, grid)]), *STUDY_KEYS)
+        reason = why_not(config, chosen)
+        if reason:
+            dropped.append((chosen, reason))
+            continue
+        planned = PlannedRun(run_id(config), chosen, config)
+        runs.setdefault(planned.run_id, planned)
+    study = str(base["study"])
+    return Plan(study, Path(base["runs_dir"]) / study, list(runs.values()), dropped, base["executor"], base["compare"])
+
+
+def why_not(config: Mapping[str, Any], chosen: Sequence[str]) -> str:
+    """Why this combination has no meaning ("" if it has one). Raises UserError where it is a mistake."""
+    from experiments.model import on_meta
+    from variants.contract import NotApplicable
+
+    try:
+        task = registry.tasks.resolve(config["task"])
+        on_meta(config, task.vocab_size)
+    except NotApplicable as reason:
+        return str(reason)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{' '.join(chosen) or 'this config'}: {error}") from None
+    return ""
+
+
+def _grid(declared: Mapping[str, Any], overrides: Sequence[Override]) -> dict[str, list[tuple[str, ...]]]:
+    """Key -> choices, each a tuple of override words: the experiment's keys first, then those of the command line."""
+    grid: dict[str, list[tuple[str, ...]]] = {}
+    given = {o.key_or_group: o for o in overrides}
+    for key, choices in declared.items():
+        if not isinstance(choices, list) or not choices:
+            raise UserError(f"sweep.{key} must be a list of choices; got {choices!r}")
+        if key not in given:
+            grid[key] = [tuple(f"{key}={choice}".split()) if isinstance(choice, str) else (f"{key}={_word(choice)}",) for choice in choices]
+    for key, override in given.items():
+        if override.is_sweep_override():
+            grid[key] = [(f"{key}={word}",) for word in _choices(override)]
+    return grid
+
+
+def _not_in_grid(overrides: Sequence[Override], grid: Mapping[str, Any]) -> list[str]:
+    return [str(o.input_line) for o in overrides if o.key_or_group not in grid]
+
+
+def _choices(override: Override) -> Iterator[str]:
+    try:
+        yield from override.sweep_string_iterator()
+    except Exception:
+        raise UserError(f"cannot sweep over {override.input_line!r}; write key=a,b,c or key=range(0,5)") from None
+
+
+def _word(value: Any) -> str:
+    """A YAML value as it would be typed in an override."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return "[" + ",".join(_word(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{_word(item)}" for key, item in value.items()) + "}"
+    return str(value)

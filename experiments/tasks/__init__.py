@@ -1,0 +1,1 @@
+"""Synthetic long-context tasks behind the contract of `experiments.tasks.contract`."""

@@ -1,0 +1,216 @@
+"""One run, from its resolved config to its result."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pyarrow as pa
+import torch
+
+import registry
+from experiments import evaluate, settings
+from experiments.callbacks import BEST, LAST, Checkpoints, Clock, Diverged, Progress, Record, Validate
+from experiments.model import Decoder, build
+from experiments.module import TrainingModule
+from experiments.runs.write import RunWriter
+from experiments.tasks.contract import Task
+from registry import UserError
+
+PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed"}
+DEVICES = ("cpu", "cuda")
+
+
+def run_job(config: dict[str, Any], on_progress: Progress = lambda step, total, text: None) -> dict[str, Any]:
+    """Train and test one config in `runs_dir/study/run_id`, from its last checkpoint if it was interrupted. Returns the result.
+
+    Raises AlreadyFinished, AlreadyClaimed, Diverged, or UserError for a config that cannot be built.
+    """
+    registry.load_plugins(config["plugins"])
+    task, model = prepare(config)
+    with RunWriter.open(Path(config["runs_dir"]) / config["study"], config, environment(config, model)) as run:
+        try:
+            result, table = train_and_test(config, task, model, run, on_progress)
+        except Diverged as diverged:
+            run.diverged(str(diverged))
+            raise
+        run.finish(result, table)
+    return result
+
+
+def prepare(config: Mapping[str, Any]) -> tuple[Task, Decoder]:
+    """The task, and the model as the seed initialises it. Raises UserError for what cannot be built."""
+    trainer = settings.Trainer(**config["trainer"])
+    for key, value, valid in (("precision", trainer.precision, PRECISIONS), ("device", trainer.device, DEVICES)):
+        if value not in valid:
+            raise UserError(f"trainer.{key} cannot be {value!r}.{registry.nearest(value, valid)}")
+    if trainer.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("trainer.device=cuda, but torch sees no GPU here; use trainer.device=cpu")
+    for key in ("steps", "batch_size", "log_every", "validate_every", "validation_sequences", "checkpoint_every"):
+        if getattr(trainer, key) < 1:
+            raise UserError(f"trainer.{key} must be at least 1; got {getattr(trainer, key)}")
+    torch.manual_seed(config["seed"])
+    try:
+        task = registry.tasks.resolve(config["task"])
+        task.batch("train", task.length, 0, 1)
+        model = build(config, task.vocab_size)
+    except (ValueError, TypeError) as error:
+        raise error if isinstance(error, UserError) else UserError(str(error)) from None
+    return task, model
+
+
+def train_and_test(
+    config: Mapping[str, Any], task: Task, model: Decoder, run: RunWriter, on_progress: Progress
+) -> tuple[dict[str, Any], pa.Table]:
+    """Fit, then score every test set; (result, evaluation table)."""
+    chosen, evaluation = settings.Trainer(**config["trainer"]), settings.Evaluation(**config["evaluation"])
+    module = TrainingModule(model, task, seed=config["seed"], optimizer=settings.Optimizer(**config["optimizer"]), trainer=chosen)
+    clock = Clock()
+    record = Record(run, clock, on_progress)
+    validate = Validate(record, chosen, evaluation)
+    trainer = make_trainer(chosen, [clock, record, validate, Checkpoints(run.checkpoints, chosen.checkpoint_every, validate)], run.directory, config)
+    last = run.checkpoints / LAST
+    if last.exists():
+        step = torch.load(last, map_location="cpu", weights_only=True)["global_step"]
+        run.truncate(step)
+    fit(trainer, module, last if last.exists() else None)
+    clock.stop()
+    scores = {}
+    for test in task.evaluations(tuple(evaluation.multiples)):
+        on_progress(trainer.global_step, chosen.steps, f"test {test.name}")
+        scores[test.name] = evaluate.score(
+            model,
+            task,
+            "test",
+            test,
+            sequences=evaluation.sequences,
+            batch_tokens=evaluation.batch_tokens,
+            device=chosen.device,
+            precision=chosen.precision,
+        )
+    lengths = sorted({test.length for test in task.evaluations(tuple(evaluation.multiples))})
+    result = {
+        "metrics": {"validation/accuracy": validate.accuracy, "validation/loss": validate.best_loss, **evaluate.summary(scores, "test")},
+        "baselines": {
+            test.name: evaluate.baselines(task, test, sequences=evaluation.sequences, reach=model.reach())
+            for test in task.evaluations(tuple(evaluation.multiples))
+        },
+        "costs": costs(model, task, module, clock.seconds, lengths),
+        "counts": {"steps": trainer.global_step, "tokens": module.tokens_seen, "sequences": trainer.global_step * chosen.batch_size},
+        "stopped": "solved" if validate.solved_at is not None else "budget",
+        "steps_to_solve": validate.solved_at,
+        "implementations": implementations(model),
+    }
+    return result, pa.concat_tables([value.table for value in scores.values()], promote_options="default")
+
+
+def make_trainer(chosen: settings.Trainer, callbacks: list[L.Callback], folder: Path | None, config: Mapping[str, Any]) -> L.Trainer:
+    """Lightning's trainer, with its own logging, checkpoints, bars and validation schedule switched off: the callbacks do these."""
+    quiet()
+    return L.Trainer(
+        max_steps=chosen.steps,
+        accelerator={"cpu": "cpu", "cuda": "gpu"}[chosen.device],
+        devices=1,
+        precision=PRECISIONS[chosen.precision],  # type: ignore[arg-type]
+        callbacks=callbacks,
+        logger=loggers(settings.Logger(**config["logger"])),
+        default_root_dir=folder,
+        deterministic=True if chosen.device == "cpu" else None,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        barebones=False,
+    )
+
+
+def fit(trainer: L.Trainer, module: TrainingModule, checkpoint: Path | None) -> None:
+    """Train, from `checkpoint` if there is one."""
+    trainer.fit(module, ckpt_path=checkpoint, weights_only=True)
+    if trainer.interrupted:
+        raise KeyboardInterrupt
+
+
+def loggers(chosen: settings.Logger) -> Any:
+    """The extra sinks named in the config."""
+    if chosen.name == "none":
+        return False
+    raise UserError(f"no logger is named {chosen.name!r}. Valid: none")
+
+
+def costs(model: Decoder, task: Task, module: TrainingModule, seconds: float, lengths: list[int]) -> dict[str, Any]:
+    """What the run cost. FLOPs are forward and backward (three times forward); state bytes are for one sequence in fp32."""
+    parameters = {id(p): p.numel() for p in model.parameters()}
+    embedding = {id(p): p.numel() for p in (model.embedding.weight, model.output.weight)}
+    examples = task.batch("train", task.length, 0, 1)
+    per_sequence = model.flops(task.length, int((examples.targets >= 0).sum()))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return {
+        "parameters": sum(parameters.values()),
+        "parameters_non_embedding": sum(parameters.values()) - sum(embedding.values()),
+        "train_flops": 3.0 * per_sequence * module.tokens_seen / task.length,
+        "state_bytes": {str(length): 4 * model.state_elements(length) for length in lengths},
+        "seconds": seconds,
+        "tokens_per_second": module.tokens_seen / seconds if seconds else 0.0,
+        "peak_bytes": torch.cuda.max_memory_allocated() if module.device.type == "cuda" else peak,
+    }
+
+
+def implementations(model: Decoder) -> list[str]:
+    """The numerical implementation that each layer's mixer runs on."""
+    return [getattr(mixer, "implementation", "torch") for mixer in model.mixers()]
+
+
+def environment(config: Mapping[str, Any], model: Decoder) -> dict[str, Any]:
+    """Where and on what the run is made."""
+    packages = ("torch", "lightning", "numpy", "hydra-core", "attnlab")
+    return {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in packages},
+        "git": _git_state(),
+        "device": torch.cuda.get_device_name() if config["trainer"]["device"] == "cuda" else platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "implementations": implementations(model),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _git_state() -> dict[str, Any] | None:
+    """Commit and whether the sources differ from it; None outside a checkout."""
+    try:
+        say = lambda *words: subprocess.run(  # noqa: E731
+            ["git", "-C", str(registry.ROOT), *words], capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
+        return {"commit": say("rev-parse", "HEAD"), "changed": bool(say("status", "--porcelain"))}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def quiet() -> None:
+    """Leave out Lightning's remarks on choices that are made here on purpose."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    for remark in (".*does not have many workers.*", ".*`IterableDataset` has `__len__`.*", ".*litlogger.*", ".*isinstance.treespec, LeafSpec.*"):
+        warnings.filterwarnings("ignore", remark)
+
+
+__all__ = ["BEST", "LAST", "Diverged", "environment", "prepare", "run_job"]

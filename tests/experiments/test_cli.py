@@ -1,0 +1,168 @@
+"""The command: what it answers, how fast, and with which exit code."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import registry
+
+TINY = [
+    *("task=mqar", "task.length=16", "task.pairs=2", "model.dim=16", "model.layers=1", "trainer.steps=4", "trainer.batch_size=4"),
+    *("trainer.validation_sequences=4", "evaluation.multiples=[1]", "evaluation.sequences=4"),
+]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(registry.ROOT)}
+VERBS = ("list", "train", "sweep", "status", "check", "compare", "report", "bench")
+
+
+def attnlab(*words: str, cwd: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "experiments.cli", *words]
+    done = subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+@pytest.mark.parametrize("words", [["--help"], ["list"], ["list", "--json"], *[[verb, "--help"] for verb in VERBS]])
+def test_help_and_list_import_neither_torch_nor_lightning(words, tmp_path):
+    code = (
+        "import sys, experiments.cli\n"
+        f"sys.argv = ['attnlab', *{words!r}]\n"
+        "try:\n    experiments.cli.main()\n"
+        "except SystemExit:\n    pass\n"
+        "heavy = {'torch', 'lightning', 'hydra', 'scipy', 'duckdb', 'pyarrow', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=ENVIRONMENT, capture_output=True)
+
+
+def test_list_has_the_stable_json(tmp_path):
+    found = json.loads(attnlab("list", "--json", cwd=tmp_path).stdout)
+    by_name = {row["name"]: row for row in found["variants"]}
+    assert {"full", "mqa", "gqa", "sliding_window", "linear"} <= set(by_name)
+    assert set(by_name["full"]) == {"name", "summary", "time", "state", "positions", "implementations"}
+    assert by_name["full"]["implementations"]["reference"] == "usable"
+    assert {row["name"] for row in found["positions"]} >= {"none", "learned", "rope"}
+    assert {row["name"] for row in found["tasks"]} >= {"mqar", "passkey"}
+
+
+def test_list_of_one_name_shows_its_options(tmp_path):
+    said = attnlab("list", "sliding_window", cwd=tmp_path).stdout
+    assert "window" in said and "sinks" in said and "short_conv" in said
+    assert "Did you mean 'linear'" in attnlab("list", "liner", cwd=tmp_path, code=2).stderr
+
+
+def test_a_plugin_that_fails_is_listed_with_its_reason(tmp_path):
+    (tmp_path / "broken.py").write_text("raise OSError('no driver')")
+    said = attnlab("list", "--plugin", "broken.py", cwd=tmp_path).stdout
+    assert "OSError: no driver" in said and "sliding_window" in said
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "variant.windw=3"],
+        ["train", "model.mixer=linear"],
+        ["train", "hydra.swep.dir=x"],
+        ["train", "variant=liner"],
+        ["train", "trainer.steps=abc"],
+        ["train", "variant=full,gqa"],
+        ["train", "model.dim=10", "model.heads=3"],
+        ["sweep", "variant=full,liner"],
+        ["sweep", "executor=slrm"],
+        ["sweep", "--retry", "failed"],
+        ["status", "nothing"],
+        ["compare", "nothing"],
+        ["report", "nothing"],
+        ["check", "liner"],
+        ["check", "full", "windw=3"],
+        ["check", "full", "window"],
+        ["bench", "--level", "modl"],
+    ],
+)
+def test_a_mistake_is_answered_in_under_ten_lines_with_an_exit_code(words, tmp_path):
+    done = attnlab(*words, cwd=tmp_path, code=2)
+    assert done.stderr.startswith("attnlab: ") and len(done.stderr.splitlines()) < 10 and not done.stdout
+    assert "Traceback" not in done.stderr and not (tmp_path / "runs").exists()
+
+
+def test_train_sweep_status_compare_and_report_go_together(tmp_path):
+    first = json.loads(attnlab("train", "study=demo", "variant=gqa", *TINY, "--json", cwd=tmp_path).stdout)
+    result = Path(tmp_path, first["directory"], "result.json")
+    before = result.stat().st_mtime_ns
+    words = ["sweep", "study=demo", "variant=full,gqa", "seed=0,1", *TINY]
+    assert "4 runs: 4 finished" in attnlab(*words, cwd=tmp_path).stdout
+    assert result.stat().st_mtime_ns == before, "a finished run is left alone"
+    again = attnlab(*words, cwd=tmp_path)
+    assert "4 finished, 0 to run" in again.stderr
+    assert json.loads(attnlab("status", "demo", "--json", cwd=tmp_path).stdout)["counts"]["finished"] == 4
+    groups = json.loads(attnlab("compare", "demo", "--json", cwd=tmp_path).stdout)["groups"]
+    assert {"by", "metric", "n", "mean", "low", "high", "difference", "difference_low", "difference_high", "p", "verdict"} <= set(groups[0])
+    assert {group["n"] for group in groups} == {2}
+    said = attnlab("report", "demo", "--output", "page.html", cwd=tmp_path).stdout
+    assert "page.html" in said and "<html" in (tmp_path / "page.html").read_text()
+    assert attnlab("compare", "demo", "--format", "csv", cwd=tmp_path).stdout.count("\n") >= 2
+    assert "\\toprule" in attnlab("compare", "demo", "--format", "latex", cwd=tmp_path).stdout
+
+
+def test_a_sweep_with_one_result_removed_runs_that_one_alone(tmp_path):
+    words = ["sweep", "study=one", "seed=0,1,2", *TINY]
+    attnlab(*words, cwd=tmp_path)
+    results = sorted((tmp_path / "runs" / "one").glob("*/result.json"))
+    times = {path: path.stat().st_mtime_ns for path in results}
+    results[1].unlink()
+    assert "2 finished, 1 to run" in attnlab(*words, cwd=tmp_path).stderr
+    assert [path.stat().st_mtime_ns == times[path] for path in results] == [True, False, True]
+
+
+def test_a_sweep_killed_outright_goes_on_with_what_is_missing(tmp_path):
+    words = ["sweep", "study=killed", "seed=range(0,4)", *TINY, "trainer.steps=60", "executor.processes=1"]
+    process = subprocess.Popen([sys.executable, "-m", "experiments.cli", *words], cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.DEVNULL)
+    study = tmp_path / "runs" / "killed"
+    deadline = time.monotonic() + 120
+    while not list(study.glob("*/result.json")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    done = {path: path.stat().st_mtime_ns for path in study.glob("*/result.json")}
+    assert 1 <= len(done) < 4
+    attnlab(*words, cwd=tmp_path)
+    assert len(list(study.glob("*/result.json"))) == 4
+    assert all(path.stat().st_mtime_ns == then for path, then in done.items())
+
+
+def test_a_dry_run_writes_nothing(tmp_path):
+    said = attnlab("sweep", "--dry-run", "variant=full,gqa", *TINY, cwd=tmp_path).stdout
+    assert "2 runs, 0 finished" in said and not (tmp_path / "runs").exists()
+
+
+def test_a_runs_directory_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    done = attnlab("train", *TINY, "runs_dir=file/runs", cwd=tmp_path, code=2)
+    assert "file/runs" in done.stderr and len(done.stderr.splitlines()) < 10
+
+
+def test_ctrl_c_is_answered_in_one_line_and_the_run_goes_on_later(tmp_path):
+    words = ["train", "study=broken", *TINY, "trainer.steps=4000", "trainer.stop_at=null", "trainer.checkpoint_every=5", "trainer.log_every=1"]
+    process = subprocess.Popen([sys.executable, "-m", "experiments.cli", *words], cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("runs/broken/*/checkpoints/last.ckpt")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130 and "interrupted" in said and "Traceback" not in said
+    assert json.loads(attnlab("status", "broken", "--json", cwd=tmp_path).stdout)["counts"]["interrupted"] == 1
+
+
+def test_one_name_of_lightning_is_imported_throughout():
+    for file in [registry.ROOT / "registry.py", *registry.ROOT.glob("variants/**/*.py"), *registry.ROOT.glob("experiments/**/*.py")]:
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not any(name.split(".")[0] in ("pytorch_lightning", "lightning_fabric") for name in names), file

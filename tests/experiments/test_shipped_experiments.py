@@ -1,0 +1,29 @@
+"""Every experiment in configs/ runs: each run of its grid, for two steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import configs
+from experiments.sweep import launch
+from experiments.sweep.job import Job
+from experiments.sweep.plan import expand
+
+EXPERIMENTS = sorted(file.stem for file in (Path(configs.__file__).parent / "experiment").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_an_experiment_runs_for_two_steps(name, tmp_path):
+    words = [f"experiment={name}", f"runs_dir={tmp_path}", "seed=0", "trainer.steps=2", "trainer.batch_size=2", "trainer.validation_sequences=2"]
+    plan = expand([*words, "evaluation.sequences=2", "evaluation.multiples=[1]"])
+    jobs = [Job(run.run_id, run.config, plan.directory / run.run_id, run.overrides) for run in plan.runs]
+    report = launch.sweep(plan.directory, jobs, dropped=plan.dropped, executor=plan.executor)
+    assert jobs and len(report.having("finished")) == len(jobs), str(report)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_an_experiment_says_its_command_on_top(name):
+    _, command, *_ = (Path(configs.__file__).parent / "experiment" / f"{name}.yaml").read_text().splitlines()
+    assert command == f"# attnlab sweep experiment={name}"

@@ -1,0 +1,122 @@
+"""Every property has a mixer that breaks it and nothing can hide: a check that cannot fail checks nothing."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from registry import positions, variants
+from tests.variants.conformance import broken, toys
+from variants.conformance import basics, caching, causality, declared, rows
+from variants.conformance.checks import PROPERTIES
+from variants.conformance.run import check, judge, subjects_of
+
+BROKEN = [
+    (
+        broken.WrongDtype,
+        basics.outputs_have_the_shape_and_dtype_of_the_input,
+        r"bfloat16 input of shape \(1, 1, 16\): the output is .* float32",
+    ),
+    (broken.BatchNotFirst, basics.outputs_have_the_shape_and_dtype_of_the_input, r"state's part shared, \(1, 2\), is not the batch"),
+    (broken.StateUnasked, basics.outputs_have_the_shape_and_dtype_of_the_input, r"shape \(1, 1, 16\): a full pass gave a state"),
+    (broken.UnusedParameter, basics.gradients_reach_every_parameter, "parameter forgotten.weight gets no gradient"),
+    (broken.Overflow, basics.extreme_inputs_give_finite_outputs_and_gradients, "1 tokens, inputs of 10000: output 0 is not finite"),
+    (broken.Noisy, basics.evaluation_is_deterministic_and_drops_nothing_out, "two calls in eval mode differ"),
+    (
+        broken.InfiniteSlope,
+        basics.extreme_inputs_give_finite_outputs_and_gradients,
+        "1 tokens, zeros: the gradient of the input is not finite",
+    ),
+    (broken.DropoutAlwaysOn, basics.evaluation_is_deterministic_and_drops_nothing_out, "dropout=0.5: eval mode differs from dropout=0 by"),
+    (broken.DropoutNeverOn, basics.evaluation_is_deterministic_and_drops_nothing_out, "dropout=0.5: training drops nothing out"),
+    (broken.LeakInLastBlock, causality.changing_a_token_changes_no_earlier_output, "of 6 tokens: changing token 5 .* changes output 4"),
+    (broken.LeakByOne, causality.changing_a_token_changes_no_earlier_output, "of 2 tokens: changing token 1 .* changes output 0"),
+    (broken.FiniteMask, causality.changing_a_token_changes_no_earlier_output, "to a value of size 10000 among .* changes output"),
+    (broken.LeakByGradient, causality.no_output_has_a_gradient_from_a_later_token, "of 2 tokens: the gradient of output 0 from token 1 is"),
+    (broken.ReachUnderstated, causality.no_output_reaches_further_back_than_declared, "depends on the token 3 before it; reach.. says 2"),
+    (
+        broken.WindowOffByOneInSteps,
+        caching.single_steps_give_the_full_pass_of_every_length,
+        "full pass of 4 tokens differs from single steps: output 3",
+    ),
+    (
+        broken.CacheDropped,
+        caching.single_steps_give_the_full_pass_of_every_length,
+        "full pass of 2 tokens differs from single steps: output 1",
+    ),
+    (broken.PositionsFromShape, caching.single_steps_give_the_full_pass_of_every_length, "full pass of 2 tokens differs .*: output 1"),
+    (broken.StateOnlyForFirstToken, caching.split_passes_give_the_full_pass, r"pieces of 1\+16 tokens differ from the full pass: output 2"),
+    (broken.TapsNotHandedOn, caching.split_passes_give_the_full_pass, r"short_conv=3: pieces of 1\+16 tokens differ .*: output 1"),
+    (broken.StateCountsPieces, caching.states_agree_however_the_sequence_was_split, "after 2 single steps .* part pieces differs"),
+    (broken.StateChangedInPlace, caching.a_state_may_be_continued_twice_and_its_rows_reordered, "the first continuation differs"),
+    (broken.RowsStoredBackwards, caching.a_state_may_be_continued_twice_and_its_rows_reordered, "rows in the order 1, 0, 0 differs"),
+    (broken.PositionsIgnored, caching.positions_are_those_given_and_otherwise_counted, "positions .* give the outputs of positions 0 to 8"),
+    (broken.PositionsIgnoredInPieces, caching.positions_are_those_given_and_otherwise_counted, r"pieces of 4\+5 tokens differ"),
+    (broken.CacheOfTheFuture, caching.the_bidirectional_form_takes_no_state, "init_state should raise ValueError"),
+    (broken.StateIgnoredByTheBidirectionalForm, caching.the_bidirectional_form_takes_no_state, "a call with a state should raise"),
+    (broken.BatchMean, rows.neighbours_in_the_batch_change_nothing, "4 rows of 1 tokens: row 0 alone differs"),
+    (broken.NeighboursInTheLastDigit, rows.neighbours_in_the_batch_change_nothing, "changing rows 1 to 3 .* changes row 0"),
+    (
+        broken.JunkRead,
+        rows.padding_changes_no_output_and_no_gradient,
+        "9 slots, padded left with 10000, differ from the 6 valid tokens alone",
+    ),
+    (broken.GradientDoubled, rows.padding_changes_no_output_and_no_gradient, "9 slots padded with 0: the gradient of parameter .* differs"),
+    (broken.GradientOfPads, rows.padding_changes_no_output_and_no_gradient, "9 slots padded with 0: a padded slot has a gradient"),
+    (broken.PadsSeen, rows.padding_changes_no_output_and_no_gradient, "causal=False: 9 slots, padded left with 0"),
+    (broken.PadsCounted, rows.a_state_stands_still_on_padding, "9 slots padded left, .*: what follows differs"),
+    (broken.HiddenPartDecaysOnPads, rows.a_state_stands_still_on_padding, "9 slots of padding change the state's part hidden"),
+    (
+        broken.NothingSeen,
+        rows.a_row_of_padding_alone_gives_zeros_and_finite_gradients,
+        "the outputs are not 0|gradient of parameter .* differs",
+    ),
+    (
+        broken.SegmentsIgnored,
+        rows.packed_segments_equal_separate_runs,
+        "row 0: the segment from token 3 to 16 differs from a run of its own: output 0",
+    ),
+    (broken.SegmentsById, rows.packed_segments_equal_separate_runs, "row 1: the segment from token 8 to 11 differs from a run of its own"),
+    (broken.GradientDoubledBySegments, rows.packed_segments_equal_separate_runs, "packed segments: the gradient of parameter .* differs"),
+    (
+        broken.SegmentsForgottenBetweenPieces,
+        rows.packed_segments_equal_separate_runs,
+        "packed segments in pieces .* differ from the full pass",
+    ),
+    (broken.StateUnderstated, declared.the_state_has_the_declared_size, r"after 1 tokens .* 17 elements; state_elements\(1\) says 16"),
+    (broken.FlopsConstant, declared.the_operations_are_declared, r"flops\(2\) is 1024 and fewer tokens take 1024"),
+    (
+        broken.DenominatorLost,
+        declared.constant_values_come_out_unchanged,
+        "2 equal tokens, but the outputs differ from the first one: output 1",
+    ),
+    (broken.ImplementationsDisagree, declared.implementations_agree, "2 tokens: torch differs from reference"),
+    (broken.Crash, basics.gradients_reach_every_parameter, "RuntimeError: no such kernel$"),
+]
+
+
+@pytest.mark.parametrize(("mixer", "judged", "counter_example"), BROKEN, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_mixer_broken_on_purpose_is_caught_by_the_property_meant_for_it(mixer, judged, counter_example):
+    with variants.scope(), positions.scope():
+        variants.register("toy")(mixer)
+        positions.register("ramp")(toys.Ramp)
+        outcome = judge(judged, subjects_of("toy", {}))
+    assert outcome.status == "failed", outcome.detail
+    assert re.search(counter_example, outcome.detail), outcome.detail
+
+
+def test_every_property_has_a_mixer_that_breaks_it():
+    assert set(PROPERTIES) == {judged for _, judged, _ in BROKEN}
+
+
+@pytest.mark.parametrize("mixer", [toys.Mean, toys.WindowMean], ids=lambda mixer: mixer.__name__)
+def test_a_mixer_that_satisfies_the_contract_passes_every_property(mixer):
+    with variants.scope(), positions.scope():
+        variants.register("toy")(mixer)
+        positions.register("ramp")(toys.Ramp)
+        outcomes = {outcome.property: outcome for outcome in check("toy", fast=True)}
+    others = {name: outcome for name, outcome in outcomes.items() if outcome.status != "passed"}
+    reachless = {"no output reaches further back than declared"} if mixer is toys.Mean else set()
+    assert set(others) == {"implementations agree"} | reachless, others
+    assert {outcome.status for outcome in others.values()} == {"not applicable"}

@@ -1,0 +1,43 @@
+"""Every property that `attnlab check` judges, in the order it reports them.
+
+A property is a function of a Subject whose name is the sentence shown to the user. To add one, write it beside its kin and list it here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from variants.conformance import basics, caching, causality, declared, rows
+from variants.conformance.subject import Subject
+
+Property = Callable[[Subject], str]
+
+PROPERTIES: tuple[Property, ...] = (
+    basics.outputs_have_the_shape_and_dtype_of_the_input,
+    basics.gradients_reach_every_parameter,
+    basics.extreme_inputs_give_finite_outputs_and_gradients,
+    basics.evaluation_is_deterministic_and_drops_nothing_out,
+    causality.changing_a_token_changes_no_earlier_output,
+    causality.no_output_has_a_gradient_from_a_later_token,
+    causality.no_output_reaches_further_back_than_declared,
+    caching.single_steps_give_the_full_pass_of_every_length,
+    caching.split_passes_give_the_full_pass,
+    caching.states_agree_however_the_sequence_was_split,
+    caching.a_state_may_be_continued_twice_and_its_rows_reordered,
+    caching.positions_are_those_given_and_otherwise_counted,
+    caching.the_bidirectional_form_takes_no_state,
+    rows.neighbours_in_the_batch_change_nothing,
+    rows.padding_changes_no_output_and_no_gradient,
+    rows.a_state_stands_still_on_padding,
+    rows.a_row_of_padding_alone_gives_zeros_and_finite_gradients,
+    rows.packed_segments_equal_separate_runs,
+    declared.the_state_has_the_declared_size,
+    declared.the_operations_are_declared,
+    declared.constant_values_come_out_unchanged,
+    declared.implementations_agree,
+)
+
+
+def sentence(judged: Property) -> str:
+    """The name a user reads."""
+    return judged.__name__.replace("_", " ")

@@ -1,0 +1,96 @@
+"""Which implementation runs: the one place that looks for optional packages.
+
+A mixer lists its implementations fastest first and calls `choose` in its constructor. `auto` takes the first that is usable and says so
+once; a name asked for and not usable stops there, with the package, the extra that brings it, and what would work instead. A package that
+is installed but broken is "unavailable" and breaks nothing else.
+
+Importing this module imports neither torch nor any optional package.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from registry import UserError, nearest
+
+logger = logging.getLogger(__name__)
+
+
+class Package(NamedTuple):
+    """What an implementation needs beyond torch: the module it imports, the extra of attnlab that installs it, a CUDA device or not."""
+
+    module: str
+    extra: str
+    cuda: bool
+
+
+#: Every other name (`reference`, `torch`, `sdpa`) needs torch alone.
+PACKAGES = {"flash_attn": Package("flash_attn", extra="cuda", cuda=True)}
+
+
+class NotUsable(UserError, ValueError):
+    """An implementation asked for by name that cannot run here."""
+
+
+def usable(name: str, device: str | None = None) -> str | None:
+    """None if implementation `name` can run, else the reason why not. device: its type; default: any device of this machine."""
+    package = PACKAGES.get(name)
+    if package is None:
+        return None
+    missing = _import_error(package)
+    if missing is not None or not package.cuda:
+        return missing
+    import torch
+
+    if device is not None and not device.startswith("cuda"):
+        return f"runs on cuda, not on {device}"
+    return None if torch.cuda.is_available() else "needs a CUDA device, and there is none"
+
+
+def choose(
+    owner: str, requested: str, candidates: Sequence[str], *, device: str | None = None, excluded: Mapping[str, str] | None = None
+) -> str:
+    """The implementation `owner` is to run: `requested`, or with "auto" the first usable of `candidates` (fastest first).
+
+    `excluded` names candidates that the owner's options rule out, with the reason. Raises NotUsable if the wish cannot be met.
+    """
+    if requested != "auto" and requested not in candidates:
+        raise NotUsable(f"{owner} has no implementation {requested!r}.{nearest(requested, ['auto', *candidates])}")
+    reasons = {name: (excluded or {}).get(name) or usable(name, device) for name in candidates}
+    fit = [name for name in candidates if reasons[name] is None]
+    if requested == "auto":
+        if not fit:
+            raise NotUsable(f"{owner} has no usable implementation: " + "; ".join(f"{name}: {why}" for name, why in reasons.items()))
+        passed_over = "".join(f"; {name} is not usable: {reasons[name]}" for name in candidates[: candidates.index(fit[0])])
+        _announce(f"{owner} runs {fit[0]!r}{passed_over}")
+        return fit[0]
+    if reasons[requested] is not None:
+        instead = f"use impl={fit[0]!r} or impl='auto'" if fit else "no other implementation is usable either"
+        raise NotUsable(f"{owner}: impl={requested!r} is not usable: {reasons[requested]}; {instead}")
+    return requested
+
+
+@functools.cache
+def _import_error(package: Package) -> str | None:
+    """Why the package cannot be imported; asked once a process, since a broken import may take seconds to fail."""
+    try:
+        importlib.import_module(package.module)
+    except KeyboardInterrupt:
+        raise
+    except ModuleNotFoundError as error:
+        if error.name == package.module:
+            return f"not installed: pip install 'attnlab[{package.extra}]'"
+        return f"unavailable: {error}"
+    except BaseException as error:  # another binary interface, a missing driver, even sys.exit: it must not take us with it
+        return f"unavailable: {error or type(error).__name__}"
+    return None
+
+
+@functools.cache
+def _announce(message: str) -> None:
+    """Log a line once a process."""
+    logger.info(message)

@@ -1,0 +1,159 @@
+"""Linear attention: softmax's exponential replaced by a product of features, so that the past fits in one matrix a head.
+
+    S_t = S_{t-1} + phi(k_t)^T v_t        z_t = z_{t-1} + phi(k_t)        o_t = phi(q_t) S_t / (phi(q_t) . z_t)
+
+Katharopoulos et al. 2020, "Transformers are RNNs", section 3, with phi(x) = elu(x) + 1. With norm="rms" the division gives way to a
+per-head RMS norm, as in Qin et al. 2022, "The Devil in Linear Transformer". A rotary scheme turns the features in the numerator only (Su
+et al. 2021, "RoFormer", equation 19): turned features may be negative, and below the line their sum could cross zero. Time O(T), memory
+O(T), state head_dim * head_dim and, for the division, head_dim numbers a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from registry import variants
+from variants import implementations
+from variants.contract import Context, Mixer, NotApplicable, State, extent
+from variants.ops import decay, reference
+from variants.projections import Projections
+
+#: A denominator below this counts as this: with relu features a query may match no key at all.
+SMALLEST_SUM = 1e-6
+
+
+@variants.register("linear", time="T", state="1", hooks=("rotate",), implementations=("torch", "reference"))
+class Linear(Mixer):
+    """Linear attention: a running sum of key-value products, read by the query. Under a rotary scheme its rows no longer sum to one.
+
+    Options:
+        feature_map: phi, made of positive numbers: `elu` (elu + 1), `relu`, or `softmax` over a head's channels.
+        norm: what bounds the output: `sum` divides by the row's sum, `rms` normalises each head's output.
+        chunk: tokens handled by one matrix product.
+        short_conv: width of a depthwise convolution over time on q, k and v (0: none).
+        impl: which implementation runs; `auto` takes the fastest that is usable.
+    """
+
+    implementations: tuple[str, ...]
+    refused: ClassVar = {"bias": "it never writes out the logits that a bias could be added to"}
+    bidirectional = True
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        position: Any = None,
+        *,
+        feature_map: Literal["elu", "relu", "softmax"] = "elu",
+        norm: Literal["sum", "rms"] = "sum",
+        chunk: int = 64,
+        short_conv: int = 0,
+        impl: str = "auto",
+        **options: Any,
+    ):
+        super().__init__(dim, heads, position, **options)
+        if self.position is not None and self.position.length_dependent:
+            raise NotApplicable("Linear sums its keys up, and cannot turn them again when the length changes their frequencies")
+        if chunk < 1:
+            raise ValueError(f"Linear: chunk must be at least 1; got {chunk}")
+        if feature_map not in FEATURE_MAPS:
+            raise ValueError(f"Linear: feature_map must be one of {', '.join(FEATURE_MAPS)}; got {feature_map!r}")
+        if norm not in ("sum", "rms"):
+            raise ValueError(f"Linear: norm must be sum or rms; got {norm!r}")
+        self.feature_map, self.chunk = feature_map, chunk
+        self.implementation = implementations.choose("Linear", impl, self.implementations)
+        self.turned = self.position is not None and "rotate" in self.position.hooks
+        self.normalises_rows = norm == "sum" and not self.turned
+        self.projections = Projections(dim, heads, heads, self.head_dim, short_conv=short_conv, causal=self.causal)
+        self.rms = nn.RMSNorm(self.head_dim, eps=1e-5) if norm == "rms" else None
+
+    def mix(
+        self, x: Float[Tensor, "batch time dim"], context: Context, state: State | None
+    ) -> tuple[Float[Tensor, "batch time dim"], dict[str, Tensor], dict[str, Tensor]]:
+        """Project, map to features, sum, read, normalise, project back."""
+        before, after = extent(x, context, state, self.causal)
+        q, k, v, parts = self.projections(x, context, state, before, after)
+        q, k = FEATURE_MAPS[self.feature_map](q), FEATURE_MAPS[self.feature_map](k)
+        if context.valid is not None:  # the feature of nothing is not 0
+            k = k.masked_fill(~context.valid[:, None, :, None], 0)
+        matrix, normaliser = (None, None) if state is None else (state["matrix"], state.get("normaliser"))
+        positions = context.positions
+        assert positions is not None
+        turned = self.rotate(q, k, positions, positions)
+        if self.rms is not None:
+            y, matrix = self.sum(*turned, v, before=before, after=after, initial=matrix)
+            y = self.rms(y.to(x.dtype))
+        elif self.turned:
+            y, matrix = self.sum(*turned, v, before=before, after=after, initial=matrix)
+            total, normaliser = self.sum(q, k, torch.ones_like(v[..., :1]), before=before, after=after, initial=normaliser)
+            y = y / total.clamp(min=SMALLEST_SUM)
+        else:
+            # The denominator is what a value of 1 would give: one more column.
+            initial = None if matrix is None or normaliser is None else torch.cat([matrix, normaliser], dim=-1)
+            y, last = self.sum(q, k, nn.functional.pad(v, (0, 1), value=1.0), before=before, after=after, initial=initial)
+            matrix, normaliser = last[..., :-1], last[..., -1:]
+            y = y[..., :-1] / y[..., -1:].clamp(min=SMALLEST_SUM)
+        if state is not None:
+            assert matrix is not None
+            parts |= {"matrix": matrix} if normaliser is None else {"matrix": matrix, "normaliser": normaliser}
+        return self.projections.back(y.to(x.dtype)), parts, {}
+
+    def sum(
+        self,
+        q: Float[Tensor, "batch heads time head_dim"],
+        k: Float[Tensor, "batch heads time head_dim"],
+        v: Float[Tensor, "batch heads time value_dim"],
+        *,
+        before: Int[Tensor, "batch time"] | None,
+        after: Int[Tensor, "batch time"] | None,
+        initial: Float[Tensor, "batch heads head_dim value_dim"] | None,
+    ) -> tuple[Float[Tensor, "batch heads time value_dim"], Float[Tensor, "batch heads head_dim value_dim"]]:
+        """(sum_j (q_i . k_j) v_j over the keys j in sight of query i, last state)."""
+        y, last = self._past(q, k, v, before=before, initial=initial)
+        if not self.causal:
+            q, k, v = q.to(y.dtype), k.to(y.dtype), v.to(y.dtype)
+            future, _ = self._past(q.flip(2), k.flip(2), v.flip(2), before=None if after is None else after.flip(1))
+            y = y + future.flip(2) - (q * k).sum(-1, keepdim=True) * v  # the token itself is in both
+        return y, last
+
+    def _past(self, q: Tensor, k: Tensor, v: Tensor, **carried: Tensor | None) -> tuple[Tensor, Tensor]:
+        if self.implementation == "reference":
+            return reference.linear_attention(q, k, v, **carried)
+        return decay.linear_attention(q, k, v, **carried, chunk=self.chunk)
+
+    def init_parts(self, batch: int, **like: Any) -> dict[str, Tensor]:
+        """Sums of 0, in fp32 or better whatever the model's dtype, and the convolution's taps."""
+        sums = like | {"dtype": torch.promote_types(like.get("dtype", torch.float32), torch.float32)}
+        parts = {"matrix": torch.zeros(batch, self.heads, self.head_dim, self.head_dim, **sums)}
+        if self.rms is None:
+            parts["normaliser"] = torch.zeros(batch, self.heads, self.head_dim, 1, **sums)
+        return parts | self.projections.init_parts(batch, **like)
+
+    def flops(self, time: int) -> int:
+        """Projections, and for each head writing and reading the state, and the pairs in sight inside the chunks."""
+        pairs = sum(n * (n + 1) // 2 * count for n, count in ((self.chunk, time // self.chunk), (time % self.chunk, 1)))
+        columns = self.head_dim + (self.rms is None)
+        core = 4 * time * self.head_dim * columns + 2 * pairs * (self.head_dim + columns)
+        return self.projections.flops(time) + self.heads * core * (1 if self.causal else 2)
+
+    def state_elements(self, time: int) -> int:
+        """The matrix and, for the division, the normaliser; the convolution's taps. Whatever the length."""
+        return self.heads * self.head_dim * (self.head_dim + (self.rms is None)) + self.projections.state_elements()
+
+
+def elu_plus_one(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """elu(x) + 1 without the subtraction: exp(x) - 1 + 1 is 0 in bf16 below about -6, and its gradient is lost."""
+    return torch.where(x >= 0, x + 1, x.clamp(max=0).exp())
+
+
+def softmax_features(x: Float[Tensor, "*shape channels"]) -> Float[Tensor, "*shape channels"]:
+    """Softmax over the channels of a head."""
+    return x.softmax(-1)
+
+
+FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {"elu": elu_plus_one, "relu": nn.functional.relu, "softmax": softmax_features}

@@ -1,0 +1,1 @@
+"""Position schemes behind the contract of `variants.positions.contract`."""

@@ -1,0 +1,55 @@
+"""Positions told by the embedding, or not at all.
+
+    none:     x
+    learned:  x + E[position]
+
+Haviv et al. 2022, "Transformer Language Models without Positional Encodings Still Learn Positional Information"; Gehring et al. 2017,
+"Convolutional Sequence to Sequence Learning", section 3.1.
+
+Without positions a causal mask is the only sign of order; without that mask too, attention cannot tell one order from another.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from registry import positions
+from variants.positions.contract import Scheme
+
+
+@positions.register("none", hooks=(), extends=True)
+class NoPosition(Scheme):
+    """No position: order shows through the causal mask alone."""
+
+
+@positions.register("learned", hooks=("embed",), extends=False)
+class Learned(Scheme):
+    """A trained vector for each position, added to the embedding.
+
+    Options:
+        max_positions: length of the table; a longer sequence is refused.
+    """
+
+    def __init__(self, head_dim: int, heads: int, dim: int, *, max_positions: int = 2048):
+        super().__init__(head_dim, heads, dim)
+        if max_positions < 1:
+            raise ValueError(f"Learned: max_positions must be positive; got {max_positions}")
+        self.table = nn.Parameter(torch.empty(max_positions, dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Normal with standard deviation 0.02, small beside the embedding."""
+        nn.init.normal_(self.table, std=0.02)
+
+    def embed(self, x: Float[Tensor, "batch time dim"], positions: Int[Tensor, "batch time"]) -> Float[Tensor, "batch time dim"]:
+        """x + E[position]. Raises ValueError for a position outside the table, before it looks anything up."""
+        if positions.numel():
+            low, high = (int(bound) for bound in positions.aminmax())
+            if low < 0 or high >= len(self.table):
+                raise ValueError(
+                    f"Learned: position {high if low >= 0 else low} is outside the table of max_positions={len(self.table)}; "
+                    f"positions run from 0 to {len(self.table) - 1}"
+                )
+        return x + self.table[positions].to(x.dtype)

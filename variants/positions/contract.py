@@ -1,0 +1,54 @@
+"""What a position scheme must satisfy: any of four hooks.
+
+    embed(x, positions)                           added to the embeddings, once, by the model
+    rotate(q, k, q_positions, k_positions)        transforms queries and keys
+    bias(q_positions, k_positions)                (heads, q, k) or (batch, heads, q, k), added to the logits
+    logit_scale                                   a factor on the logits
+
+Positions are always given, never derived from a tensor's shape, and frequencies are a pure function of the options: nothing is remembered
+between calls.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+
+class NotApplicable(ValueError):
+    """A combination that has no meaning; the message says why."""
+
+
+class Scheme(nn.Module):
+    """Base of every position scheme. `hooks` names what the subclass defines."""
+
+    #: Out of "embed", "rotate", "bias".
+    hooks: ClassVar[tuple[str, ...]] = ()
+    #: Whether frequencies depend on the sequence's length. Keys are then cached un-rotated.
+    length_dependent: ClassVar[bool] = False
+    #: A factor on the attention logits.
+    logit_scale: float = 1.0
+
+    def __init__(self, head_dim: int, heads: int, dim: int):
+        super().__init__()
+        self.head_dim, self.heads, self.dim = head_dim, heads, dim
+
+    def embed(self, x: Float[Tensor, "batch time dim"], positions: Int[Tensor, "batch time"]) -> Float[Tensor, "batch time dim"]:
+        """x with the position added."""
+        raise NotImplementedError(f"{type(self).__name__} has no embed hook")
+
+    def rotate(
+        self,
+        q: Float[Tensor, "batch heads q_time head_dim"],
+        k: Float[Tensor, "batch kv_heads k_time head_dim"],
+        q_positions: Int[Tensor, "batch q_time"],
+        k_positions: Int[Tensor, "batch k_time"],
+    ) -> tuple[Float[Tensor, "batch heads q_time head_dim"], Float[Tensor, "batch kv_heads k_time head_dim"]]:
+        """Queries and keys, each turned by its own position."""
+        raise NotImplementedError(f"{type(self).__name__} has no rotate hook")
+
+    def bias(self, q_positions: Int[Tensor, "batch q_time"], k_positions: Int[Tensor, "batch k_time"]) -> Float[Tensor, ...]:
+        """(heads, q, k), or (batch, heads, q, k) where rows differ; added to the scaled logits."""
+        raise NotImplementedError(f"{type(self).__name__} has no bias hook")

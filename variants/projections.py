@@ -1,0 +1,77 @@
+"""What most mixers have around their core: one matrix to queries, keys and values, an optional short convolution, one matrix back."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from variants.cache import newest
+from variants.contract import Context, State
+from variants.ops import conv
+
+
+class Projections(nn.Module):
+    """x (batch, time, dim) -> q (batch, heads, time, head_dim), k and v (batch, kv_heads, time, head_dim), and the heads' output back to x.
+
+    short_conv: width of a depthwise convolution over time on q, k and v; 0 for none. It has no bias and no activation.
+    """
+
+    def __init__(self, dim: int, heads: int, kv_heads: int, head_dim: int, *, short_conv: int = 0, causal: bool = True):
+        super().__init__()
+        if short_conv < 0:
+            raise ValueError(f"short_conv must be 0 (off) or a width; got {short_conv}")
+        self.widths = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
+        self.head_dim, self.short_conv, self.causal = head_dim, short_conv, causal
+        self.inward = nn.Linear(dim, sum(self.widths), bias=False)
+        self.outward = nn.Linear(heads * head_dim, dim, bias=False)
+        self.taps = nn.Parameter(torch.empty(sum(self.widths), short_conv)) if short_conv else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Matrices keep the variance of what they are given; taps are uniform as in torch's Conv1d."""
+        for matrix in (self.inward, self.outward):
+            nn.init.normal_(matrix.weight, std=matrix.in_features**-0.5)
+        if self.taps is not None:
+            nn.init.uniform_(self.taps, -(self.short_conv**-0.5), self.short_conv**-0.5)
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch time dim"],
+        context: Context,
+        state: State | None,
+        before: Int[Tensor, "batch time"] | None,
+        after: Int[Tensor, "batch time"] | None,
+    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+        """(q, k, v, parts of the new state)."""
+        channels, parts = self.inward(x), {}
+        if self.taps is not None:
+            past = None if state is None else state["taps"]
+            if past is not None:
+                parts["taps"] = newest(torch.cat([past, channels], dim=1), past.shape[1], context.valid)
+            channels = conv.short_convolution(channels, self.taps, taps=past, before=before, after=after, causal=self.causal)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in channels.split(self.widths, dim=-1))
+        return q, k, v, parts
+
+    def back(self, y: Float[Tensor, "batch heads time head_dim"]) -> Float[Tensor, "batch time dim"]:
+        """The heads' outputs, side by side, back to the model's width."""
+        return cast(Tensor, self.outward(y.transpose(1, 2).flatten(2)))
+
+    def init_parts(self, batch: int, **like: Any) -> dict[str, Tensor]:
+        """The convolution's last inputs, if there is one."""
+        return {"taps": torch.zeros(batch, self.short_conv - 1, sum(self.widths), **like)} if self.short_conv else {}
+
+    def flops(self, time: int) -> int:
+        """Forward operations for `time` tokens, 2 a multiply-add."""
+        matrices = self.inward.weight.numel() + self.outward.weight.numel()
+        return 2 * time * (matrices + self.short_conv * sum(self.widths))
+
+    def state_elements(self) -> int:
+        """Numbers in `init_parts(1)`."""
+        return max(self.short_conv - 1, 0) * sum(self.widths)
+
+    def reach(self) -> int:
+        """How many tokens back the convolution looks."""
+        return conv.reach(self.short_conv, self.causal)[0] if self.short_conv else 0
