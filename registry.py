@@ -153,8 +153,7 @@ class Registry:
         """Name, summary, source, facts and options (name, type, default, doc) of one entry."""
         entry = self.entry(name)
         taken = [
-            {"name": o.name, "type": inspect.formatannotation(o.type), "default": o.default, "doc": o.doc}
-            for o in options(self.get(name))
+            {"name": o.name, "type": inspect.formatannotation(o.type), "default": o.default, "doc": o.doc} for o in options(self.get(name))
         ]
         return {"name": name, "summary": entry.summary, "source": entry.source, **entry.facts, "options": taken}
 

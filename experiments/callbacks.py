@@ -7,7 +7,6 @@ at the steps at which the straight run does.
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -85,7 +84,7 @@ class Record(L.Callback):
 class Validate(L.Callback):
     """Scores the model on the validation split every so many steps; stops training once the task is solved."""
 
-    def __init__(self, record: Record, trainer_settings: settings.Trainer, evaluation: settings.Evaluation, state: dict[str, Any] | None = None):
+    def __init__(self, record: Record, trainer_settings: settings.Trainer, evaluation: settings.Evaluation):
         self.record, self.settings, self.evaluation = record, trainer_settings, evaluation
         #: Best validation loss, last validation accuracy, and the step at which the task was solved.
         self.best_loss = math.inf
@@ -146,4 +145,4 @@ class Checkpoints(L.Callback):
         """Write beside the old checkpoint, then put the new one in its place."""
         unfinished = self.folder / f"{name}.tmp"
         trainer.save_checkpoint(unfinished)
-        os.replace(unfinished, self.folder / name)
+        unfinished.replace(self.folder / name)

@@ -114,7 +114,9 @@ def status(study: Study, runs_dir: RunsDir = RUNS, as_json: Json = False) -> Non
 @verb
 def check(
     name: Annotated[str, typer.Argument(help="A registered variant.")],
-    options: Annotated[list[str] | None, typer.Argument(metavar="[OPTION=VALUE]...", help="Options of the variant, such as window=8.")] = None,
+    options: Annotated[
+        list[str] | None, typer.Argument(metavar="[OPTION=VALUE]...", help="Options of the variant, such as window=8.")
+    ] = None,
     plugin: Plugins = None,
     fast: Annotated[bool, typer.Option("--fast", help="Fewer lengths and positions.")] = False,
     as_json: Json = False,

@@ -6,7 +6,9 @@ file; `configs/` holds presets and experiments. Everything that is not in a sche
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import inspect
 import types
 import typing
@@ -29,7 +31,7 @@ from experiments import settings
 from registry import UserError, nearest
 
 REGISTRIES = {"variant": registry.variants, "position": registry.positions, "task": registry.tasks}
-SCHEMAS = {
+SCHEMAS: dict[str, Any] = {
     "model": settings.Model,
     "optimizer": settings.Optimizer,
     "trainer": settings.Trainer,
@@ -84,7 +86,8 @@ def fields_of(cls: type) -> type:
     for option in registry.options(cls):
         default = MISSING if option.default is inspect.Parameter.empty else option.default
         if isinstance(default, (list, dict, tuple)):
-            default = dataclasses.field(default_factory=lambda value=default: value if isinstance(value, dict) else list(value))
+            value = default if isinstance(default, dict) else list(default)
+            default = dataclasses.field(default_factory=functools.partial(copy.copy, value))
         fields.append((option.name, _checkable(option.type), default))
     return dataclasses.make_dataclass(cls.__name__, fields)
 

@@ -19,7 +19,7 @@ from experiments.tasks.contract import IGNORE, Evaluation, Examples, Task
 
 @dataclass(frozen=True)
 class Score:
-    """What one test set gave. accuracy: scored tokens right; sequence_accuracy: sequences wholly right; loss: mean per scored token, in nats."""
+    """What one test set gave: shares of scored tokens and of whole sequences that are right, and the mean loss per scored token in nats."""
 
     accuracy: float
     sequence_accuracy: float
@@ -29,7 +29,15 @@ class Score:
 
 @torch.no_grad()
 def score(
-    model: Decoder, task: Task, split: str, evaluation: Evaluation, *, sequences: int, batch_tokens: int, device: str = "cpu", precision: str = "fp32"
+    model: Decoder,
+    task: Task,
+    split: str,
+    evaluation: Evaluation,
+    *,
+    sequences: int,
+    batch_tokens: int,
+    device: str = "cpu",
+    precision: str = "fp32",
 ) -> Score:
     """Run `model` over the first `sequences` sequences of a split."""
     was_training = model.training
@@ -100,5 +108,7 @@ def baselines(task: Task, evaluation: Evaluation, *, sequences: int, reach: int 
 def summary(scores: Mapping[str, Score], prefix: str) -> dict[str, float]:
     """Scores by test set as flat metrics: `test/length/32/accuracy`."""
     return {
-        f"{prefix}/{name}/{metric}": getattr(value, metric) for name, value in scores.items() for metric in ("accuracy", "sequence_accuracy", "loss")
+        f"{prefix}/{name}/{metric}": getattr(value, metric)
+        for name, value in scores.items()
+        for metric in ("accuracy", "sequence_accuracy", "loss")
     }

@@ -65,7 +65,9 @@ class Block(nn.Module):
         hidden = round(dim * mlp_ratio)
         self.mlp = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, hidden), nn.GELU(), nn.Linear(hidden, dim)) if hidden else None
 
-    def forward(self, x: Float[Tensor, "batch time dim"], context: Context, state: State | None) -> tuple[Tensor, State | None, dict[str, Tensor]]:
+    def forward(
+        self, x: Float[Tensor, "batch time dim"], context: Context, state: State | None
+    ) -> tuple[Tensor, State | None, dict[str, Tensor]]:
         y, state, aux = self.mixer(self.mixer_norm(x), context, state)
         x = x + self.dropout(y)
         if self.mlp is not None:
@@ -117,7 +119,7 @@ class Decoder(nn.Module):
         x = self.embedding(tokens)
         context = default_positions(x, context, counters)
         if self.position is not None:
-            x = self.position.embed(x, context.positions)
+            x = self.position.embed(x, context.positions)  # type: ignore[operator]
         x = self.dropout(x)
         layers, aux = [], {}
         for index, block in enumerate(self.blocks):
@@ -133,17 +135,21 @@ class Decoder(nn.Module):
 
     def init_state(self, batch: int) -> DecoderState:
         """An empty cache for `batch` rows."""
-        layers = tuple(self.mixers()[index].init_state(batch) for index in range(len(self.blocks)))
-        return DecoderState(State.empty(batch, self.embedding.weight.device), layers)
+        return DecoderState(State.empty(batch, self.embedding.weight.device), tuple(mixer.init_state(batch) for mixer in self.mixers()))
+
+    def layers(self) -> list[Block]:
+        """The blocks, bottom to top."""
+        return [block for block in self.blocks if isinstance(block, Block)]
 
     def mixers(self) -> list[Mixer]:
         """The mixers, bottom to top."""
-        return [block.mixer for block in self.blocks]  # type: ignore[misc]
+        return [block.mixer for block in self.layers()]
 
     def flops(self, time: int, scored: int) -> int:
         """Forward floating-point operations of one sequence with `scored` scored tokens, 2 a multiply-add."""
-        mlp = sum(2 * time * layer.weight.numel() for block in self.blocks for layer in block.modules() if _in_mlp(layer, block))
-        return sum(mixer.flops(time) for mixer in self.mixers()) + mlp + 2 * scored * self.output.weight.numel()
+        mlps = [block.mlp for block in self.layers() if block.mlp is not None]
+        weights = sum(layer.weight.numel() for mlp in mlps for layer in mlp if isinstance(layer, nn.Linear))
+        return sum(mixer.flops(time) for mixer in self.mixers()) + 2 * time * weights + 2 * scored * self.output.weight.numel()
 
     def state_elements(self, time: int) -> int:
         """Floating-point numbers in the cache of one sequence after `time` tokens."""
@@ -155,14 +161,12 @@ class Decoder(nn.Module):
         return None if None in reaches else sum(reach for reach in reaches if reach is not None)
 
 
-def _in_mlp(layer: nn.Module, block: nn.Module) -> bool:
-    return isinstance(layer, nn.Linear) and block.mlp is not None and any(layer is child for child in block.mlp.children())  # type: ignore[union-attr]
-
-
 def mixer_specs(config: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Name and options of each layer's mixer, bottom to top: `model.pattern` repeated to `model.layers`."""
     model, variant = config["model"], dict(config["variant"])
-    pattern = [dict(variant) if entry == "variant" else {"name": entry} if isinstance(entry, str) else dict(entry) for entry in model["pattern"]]
+    pattern = [
+        dict(variant) if entry == "variant" else {"name": entry} if isinstance(entry, str) else dict(entry) for entry in model["pattern"]
+    ]
     if not pattern or not model["position_layers"]:
         raise UserError("model.pattern and model.position_layers need at least one entry")
     if "variant" not in model["pattern"]:
@@ -179,13 +183,17 @@ def build(config: Mapping[str, Any], vocab_size: int) -> Decoder:
     if model.layers < 1:
         raise ValueError(f"model.layers must be positive; got {model.layers}")
     scheme = registry.positions.get(config["position"]["name"])
-    embeds = "embed" in scheme.hooks  # type: ignore[attr-defined]
+    embeds = "embed" in scheme.hooks
     mixers = []
     for layer, spec in enumerate(mixer_specs(config)):
         positioned = not embeds and model.position_layers[layer % len(model.position_layers)]
         arguments = dict(spec, position=config["position"] if positioned else None)
         mixers.append(registry.variants.build(arguments.pop("name"), dim=model.dim, heads=model.heads, **arguments))
-    position = registry.positions.resolve(config["position"], head_dim=model.dim // model.heads, heads=model.heads, dim=model.dim) if embeds else None
+    position = (
+        registry.positions.resolve(config["position"], head_dim=model.dim // model.heads, heads=model.heads, dim=model.dim)
+        if embeds
+        else None
+    )
     return Decoder(
         vocab_size,
         mixers,

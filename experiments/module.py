@@ -102,7 +102,7 @@ def as_tensors(examples: Examples) -> tuple[Tensor, Tensor]:
 
 
 def step_seed(seed: int, step: int) -> int:
-    """The seed of one step's random stream (dropout): a function of the run's seed and the step alone, so that resuming needs no RNG state."""
+    """The seed of one step's random stream (dropout): a function of seed and step alone, so that resuming needs no RNG state."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{step}".encode(), digest_size=8).digest(), "little") >> 1
 
 

@@ -79,7 +79,9 @@ def train_and_test(
     clock = Clock()
     record = Record(run, clock, on_progress)
     validate = Validate(record, chosen, evaluation)
-    trainer = make_trainer(chosen, [clock, record, validate, Checkpoints(run.checkpoints, chosen.checkpoint_every, validate)], run.directory, config)
+    trainer = make_trainer(
+        chosen, [clock, record, validate, Checkpoints(run.checkpoints, chosen.checkpoint_every, validate)], run.directory, config
+    )
     last = run.checkpoints / LAST
     if last.exists():
         step = torch.load(last, map_location="cpu", weights_only=True)["global_step"]
@@ -181,7 +183,7 @@ def environment(config: Mapping[str, Any], model: Decoder) -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in packages},
         "git": _git_state(),
-        "device": torch.cuda.get_device_name() if config["trainer"]["device"] == "cuda" else platform.processor() or platform.machine(),
+        "device": _device_name(config["trainer"]["device"]),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "implementations": implementations(model),
@@ -195,21 +197,31 @@ def _version(package: str) -> str | None:
         return None
 
 
+def _device_name(device: str) -> str:
+    return str(torch.cuda.get_device_name()) if device == "cuda" else platform.processor() or platform.machine()
+
+
 def _git_state() -> dict[str, Any] | None:
     """Commit and whether the sources differ from it; None outside a checkout."""
     try:
-        say = lambda *words: subprocess.run(  # noqa: E731
-            ["git", "-C", str(registry.ROOT), *words], capture_output=True, text=True, check=True, timeout=10
-        ).stdout.strip()
-        return {"commit": say("rev-parse", "HEAD"), "changed": bool(say("status", "--porcelain"))}
+        return {"commit": _git("rev-parse", "HEAD"), "changed": bool(_git("status", "--porcelain", "--untracked-files=no"))}
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", "-C", str(registry.ROOT), *words], capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
 
 def quiet() -> None:
     """Leave out Lightning's remarks on choices that are made here on purpose."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    for remark in (".*does not have many workers.*", ".*`IterableDataset` has `__len__`.*", ".*litlogger.*", ".*isinstance.treespec, LeafSpec.*"):
+    for remark in (
+        ".*does not have many workers.*",
+        ".*`IterableDataset` has `__len__`.*",
+        ".*litlogger.*",
+        ".*isinstance.treespec, LeafSpec.*",
+    ):
         warnings.filterwarnings("ignore", remark)
 
 

@@ -86,7 +86,7 @@ def _import_error(package: Package) -> str | None:
             return f"not installed: pip install 'attnlab[{package.extra}]'"
         return f"unavailable: {error}"
     except BaseException as error:  # another binary interface, a missing driver, even sys.exit: it must not take us with it
-        return f"unavailable: {error or type(error).__name__}"
+        return f"unavailable: {str(error) or type(error).__name__}"
     return None
 
 

@@ -61,10 +61,6 @@ class Linear(Mixer):
             raise NotApplicable("Linear sums its keys up, and cannot turn them again when the length changes their frequencies")
         if chunk < 1:
             raise ValueError(f"Linear: chunk must be at least 1; got {chunk}")
-        if feature_map not in FEATURE_MAPS:
-            raise ValueError(f"Linear: feature_map must be one of {', '.join(FEATURE_MAPS)}; got {feature_map!r}")
-        if norm not in ("sum", "rms"):
-            raise ValueError(f"Linear: norm must be sum or rms; got {norm!r}")
         self.feature_map, self.chunk = feature_map, chunk
         self.implementation = implementations.choose("Linear", impl, self.implementations)
         self.turned = self.position is not None and "rotate" in self.position.hooks
@@ -96,8 +92,9 @@ class Linear(Mixer):
             # The denominator is what a value of 1 would give: one more column.
             initial = None if matrix is None or normaliser is None else torch.cat([matrix, normaliser], dim=-1)
             y, last = self.sum(q, k, nn.functional.pad(v, (0, 1), value=1.0), before=before, after=after, initial=initial)
-            matrix, normaliser = last[..., :-1], last[..., -1:]
-            y = y[..., :-1] / y[..., -1:].clamp(min=SMALLEST_SUM)
+            matrix, normaliser = torch.split(last, [self.head_dim, 1], dim=-1)
+            y, total = torch.split(y, [self.head_dim, 1], dim=-1)
+            y = y / total.clamp(min=SMALLEST_SUM)
         if state is not None:
             assert matrix is not None
             parts |= {"matrix": matrix} if normaliser is None else {"matrix": matrix, "normaliser": normaliser}
@@ -147,8 +144,8 @@ class Linear(Mixer):
 
 
 def elu_plus_one(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """elu(x) + 1 without the subtraction: exp(x) - 1 + 1 is 0 in bf16 below about -6, and its gradient is lost."""
-    return torch.where(x >= 0, x + 1, x.clamp(max=0).exp())
+    """elu(x) + 1, x + 1 above 0 and exp(x) below, without a subtraction: exp(x) - 1 + 1 is 0 in bf16 below about -6."""
+    return x.relu() + x.clamp(max=0).exp()
 
 
 def softmax_features(x: Float[Tensor, "*shape channels"]) -> Float[Tensor, "*shape channels"]:

@@ -67,10 +67,12 @@ class SlidingWindow(Softmax):
     def pairs(self, time: int) -> int:
         """How many pairs of query and key are in sight in a sequence of `time` tokens."""
         near = min(self.window, time)
-        behind = near * (near - 1) // 2 + (time - near) * (near - 1)
-        first = max(time - self.window, 0)  # queries that the sinks are outside the window of, the first sink's
-        far = sum(max(first - sink, 0) for sink in range(min(self.sinks, time)))
-        return time + behind + far if self.causal else time + 2 * behind + far
+        side = near * (near - 1) // 2 + (time - near) * (near - 1)
+        sinks = range(min(self.sinks, time))
+        far = sum(max(time - self.window - sink, 0) for sink in sinks)
+        if self.causal:
+            return time + side + far
+        return time + 2 * side + far + sum(max(sink - self.window + 1, 0) for sink in sinks)
 
     def recent(self, slots: int) -> int:
         """How many of the newest slots the cache keeps: those that the next query has in its window."""

@@ -100,7 +100,7 @@ class Softmax(Mixer):
         after: Int[Tensor, "batch q_time"] | None,
         positions: Positions | None,
     ) -> Float[Tensor, "batch heads q_time head_dim"]:
-        """Attention to every key of a query's segment; `before` and `after` as `contract.extent` gives them, `positions` if a bias needs them."""
+        """Attention to every key of a query's segment. before, after: from `contract.extent`. positions: given where a bias needs them."""
         bias = None if self.bias is None or positions is None else self.bias(*positions)
         visible = None if before is None else reference.in_sight(before, after, k.shape[2])
         return self.attention(q, k, v, causal=self.causal and visible is None, visible=visible, bias=bias, scale=self.scale)

@@ -11,7 +11,7 @@ import torch
 
 
 def machine(repeats: int = 5) -> dict[str, Any]:
-    """matmul_flops: floating-point operations a second of a large fp32 product; copy_bytes: bytes a second read and written by a large copy."""
+    """matmul_flops: floating-point operations a second of a large fp32 product; copy_bytes: bytes a second read and written."""
     a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
     source = torch.randn(1 << 24)
     target = torch.empty_like(source)

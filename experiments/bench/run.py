@@ -34,7 +34,7 @@ def bench(level: str, *, repeats: int, threads: int, report: Callable[[Any], Non
 
 
 def row(candidate: dict[str, Any], mode: str, level: str, limits: dict[str, Any]) -> dict[str, Any]:
-    """seconds: median of a step; spread: interquartile range; share_of_limit: the time its matrix products need at best, over the time taken."""
+    """seconds: median of a step; spread: interquartile range; share_of_limit: least time for its products over time taken."""
     seconds = statistics.median(candidate["seconds"])
     quartiles = statistics.quantiles(candidate["seconds"], n=4) if len(candidate["seconds"]) > 1 else [seconds] * 3
     return {
@@ -71,4 +71,4 @@ def show(document: dict[str, Any]) -> None:
     console = Console()
     console.print(table)
     limits = document["machine"]
-    console.print(f"{limits['threads']} threads, {limits['matmul_flops'] / 1e9:.0f} GFLOP/s, copy {limits['copy_bytes'] / 1e9:.1f} GB/s; medians of one process")
+    console.print(f"{limits['threads']} threads, {limits['matmul_flops'] / 1e9:.0f} GFLOP/s, copy {limits['copy_bytes'] / 1e9:.1f} GB/s")

@@ -1,7 +1,7 @@
 """A whole training step against the same model with logits everywhere, which is what the peers compute.
 
-Ours is measured through the harness: data generation, LightningModule, clipping, optimizer, schedule and callbacks. The peer is the barest loop
-possible over the same model, data and optimizer, and pays for its output layer alone.
+Ours is measured through the harness: data generation, LightningModule, clipping, optimizer, schedule and callbacks. The peer is the barest
+loop possible over the same model, data and optimizer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def figure_two(length: int, pairs: int, dim: int, batch: int) -> dict[str, Any]:
             "task=mqar",
             f"task.length={length}",
             f"task.pairs={pairs}",
-            *("task.keys=4095", "task.values=4096", "task.filler=zero", "task.placement=power"),
+            *("task.keys=4095", "task.values=4096", "task.noise=0", "task.placement=power"),
             *(f"model.dim={dim}", "model.heads=1", "model.mlp_ratio=0"),
             *(f"trainer.batch_size={batch}", "trainer.steps=1000000", "trainer.stop_at=null", "optimizer.lr=1e-3"),
         ]
@@ -75,7 +75,7 @@ def logits_everywhere(config: dict[str, Any], steps: int) -> list[float]:
         logits = model(tokens).logits
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
         optimizer.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), config["trainer"]["clip_norm"])
         optimizer.step()
         times.append(time.perf_counter() - start)

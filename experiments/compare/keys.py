@@ -29,7 +29,7 @@ class Keys:
             for run_id, label in labels.items():
                 self._settings[run_id][section] = label
         self.names = [*SECTIONS, *names]
-        self._own = [name for name in names if not is_seed(name)]
+        self._own = [name for name in names if _section(name) not in NOT_IDENTITY and not is_seed(name)]
         self._candidates = [*SECTIONS, *(name for name in self._own if _section(name) not in SECTIONS)]
         self._seeds = [name for name in names if is_seed(name)]
 

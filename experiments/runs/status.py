@@ -34,9 +34,9 @@ def is_finished(directory: Path) -> bool:
 
 def status_of(directory: Path) -> Status:
     """The run's status. A run that says "running" while nobody works on it was interrupted; one that has a result is finished."""
+    claim = holder(directory)  # first: a holder that is gone by now has written all it ever will
     if is_finished(directory):
         return Status("finished")
-    claim = holder(directory)
     heartbeat = claim.heartbeat if claim and claim.heartbeat != RELEASED else None
     lost = claim.lost if claim else ""
     if claim and not lost:

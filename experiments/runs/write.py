@@ -164,8 +164,8 @@ class RunWriter:
     def _close_after(self, error: BaseException | None) -> None:
         if error is None:
             self.fail("ended without a result")
-        elif _was_interrupted(error):
-            self.interrupted(one_line(error))
+        elif interrupt := _interrupt_behind(error):
+            self.interrupted(one_line(interrupt))
         elif not isinstance(error, ClaimLost):  # then the record belongs to another process
             self.fail(one_line(error))
             write_whole(self.directory / "error.txt", "".join(traceback.format_exception(error)))
@@ -217,13 +217,11 @@ def _write_status(directory: Path, status: State, reason: str = "") -> None:
     write_json(directory / STATUS, {"status": status, "reason": reason})
 
 
-def _was_interrupted(error: BaseException | None) -> bool:
-    """Whether an interrupt is at the bottom of it: Lightning answers one with SystemExit."""
-    while error is not None:
-        if isinstance(error, KeyboardInterrupt):
-            return True
+def _interrupt_behind(error: BaseException | None) -> KeyboardInterrupt | None:
+    """The interrupt that led to an error, if one did: Lightning answers it with SystemExit."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
-    return False
+    return error
 
 
 def _refuse_finished(directory: Path) -> None:

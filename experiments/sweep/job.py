@@ -9,6 +9,9 @@ from typing import Any
 
 from experiments.runs.status import State
 
+#: Where the function is that carries out one run: (config, on_progress) -> result.
+TARGET = "experiments.train:run_job"
+
 
 @dataclass(frozen=True)
 class Job:

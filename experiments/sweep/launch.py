@@ -15,10 +15,9 @@ from typing import Any
 from experiments.runs.status import status_of
 from experiments.sweep import progress
 from experiments.sweep.executors import find
-from experiments.sweep.job import Job, Outcome
+from experiments.sweep.job import TARGET, Job, Outcome
 from experiments.sweep.study import Dropped, record_plan
 
-TARGET = "experiments.train:run_job"
 #: How often to look at runs that another sweep works on.
 POLL_SECONDS = 1.0
 

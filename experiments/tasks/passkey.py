@@ -92,7 +92,6 @@ class Passkey(Task):
         is_value = among(tokens, self.vocabulary["value"])
         if self.noise is None:
             is_value[:, 1:] &= among(tokens[:, :-1], self.vocabulary["marker"])
-            is_value[:, 0] = False
         answers, places = latest(tokens, is_value)
         needed = np.arange(tokens.shape[1]) - places + (self.noise is None)
         return answers if reach is None else np.where(needed <= reach, answers, ABSENT)

@@ -13,7 +13,8 @@ from rich.text import Text
 
 import registry
 from registry import UserError
-from variants.conformance.run import Outcome, as_json, check as run_checks
+from variants.conformance.run import Outcome, as_json
+from variants.conformance.run import check as run_checks
 
 STYLES = {"passed": "green", "failed": "bold red", "not applicable": "dim"}
 
@@ -23,7 +24,9 @@ def check(name: str, words: Sequence[str], *, fast: bool, report: Callable[[Any]
     console = Console(stderr=True)
     options = _options(name, words)
     with console.status(f"checking {name}") as progress:
-        outcomes = run_checks(name, options=options, fast=fast, on_progress=lambda prop, done, total: progress.update(f"{done}/{total} {prop}"))
+        outcomes = run_checks(
+            name, options=options, fast=fast, on_progress=lambda prop, done, total: progress.update(f"{done}/{total} {prop}")
+        )
     report(as_json(name, outcomes)) if report else show(name, outcomes)
     if any(outcome.status == "failed" for outcome in outcomes):
         sys.exit(1)
@@ -31,7 +34,9 @@ def check(name: str, words: Sequence[str], *, fast: bool, report: Callable[[Any]
 
 def show(name: str, outcomes: Sequence[Outcome]) -> None:
     """A row a property."""
-    table = Table(title=f"{name}: {registry.variants.entry(name).source}", title_justify="left", box=None, pad_edge=False, header_style="bold")
+    table = Table(
+        title=f"{name}: {registry.variants.entry(name).source}", title_justify="left", box=None, pad_edge=False, header_style="bold"
+    )
     for column in ("property", "status", "detail"):
         table.add_column(column, overflow="fold")
     for outcome in outcomes:

@@ -109,9 +109,7 @@ def _show_plan(name: str, jobs: Sequence[Job], dropped: Sequence[tuple[Sequence[
     """What a sweep would do."""
     statuses = [status_of(job.directory).status for job in jobs]
     if report is not None:
-        runs = [
-            {"run_id": job.run_id, "status": now, "overrides": list(job.overrides)} for job, now in zip(jobs, statuses, strict=True)
-        ]
+        runs = [{"run_id": job.run_id, "status": now, "overrides": list(job.overrides)} for job, now in zip(jobs, statuses, strict=True)]
         report({"study": name, "runs": runs, "dropped": [{"overrides": list(words), "reason": reason} for words, reason in dropped]})
         return
     for job, now in zip(jobs, statuses, strict=True):

@@ -75,7 +75,9 @@ def markdown(found: dict[str, Any]) -> str:
     lines = ["| variant | what it computes | time | state | position schemes |", "|---|---|---|---|---|"]
     for row in found["variants"]:
         taken = [scheme["name"] for scheme in found["positions"] if set(scheme["hooks"]) <= {"embed", *row["positions"]}]
-        lines.append(f"| `{row['name']}` | {row['summary']} | O({row['time']}) | O({row['state']}) | {' '.join(f'`{name}`' for name in taken)} |")
+        lines.append(
+            f"| `{row['name']}` | {row['summary']} | O({row['time']}) | O({row['state']}) | {' '.join(f'`{name}`' for name in taken)} |"
+        )
     for kind in ("positions", "tasks"):
         lines += ["", f"| {kind.removesuffix('s')} | |", "|---|---|", *(f"| `{row['name']}` | {row['summary']} |" for row in found[kind])]
     return "\n".join(lines)

@@ -150,8 +150,18 @@ def test_a_runs_directory_that_cannot_be_written_is_named(tmp_path):
 
 
 def test_ctrl_c_is_answered_in_one_line_and_the_run_goes_on_later(tmp_path):
-    words = ["train", "study=broken", *TINY, "trainer.steps=4000", "trainer.stop_at=null", "trainer.checkpoint_every=5", "trainer.log_every=1"]
-    process = subprocess.Popen([sys.executable, "-m", "experiments.cli", *words], cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    words = [
+        "train",
+        "study=broken",
+        *TINY,
+        "trainer.steps=4000",
+        "trainer.stop_at=null",
+        "trainer.checkpoint_every=5",
+        "trainer.log_every=1",
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "experiments.cli", *words], cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
+    )
     deadline = time.monotonic() + 120
     while not list(tmp_path.glob("runs/broken/*/checkpoints/last.ckpt")) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -164,5 +174,11 @@ def test_ctrl_c_is_answered_in_one_line_and_the_run_goes_on_later(tmp_path):
 def test_one_name_of_lightning_is_imported_throughout():
     for file in [registry.ROOT / "registry.py", *registry.ROOT.glob("variants/**/*.py"), *registry.ROOT.glob("experiments/**/*.py")]:
         for node in ast.walk(ast.parse(file.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names = (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module or ""]
+                if isinstance(node, ast.ImportFrom)
+                else []
+            )
             assert not any(name.split(".")[0] in ("pytorch_lightning", "lightning_fabric") for name in names), file

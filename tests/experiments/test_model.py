@@ -22,7 +22,9 @@ def tokens(batch: int, time: int) -> torch.Tensor:
     return torch.randint(0, 11, (batch, time), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("words", [[], ["position=none"], ["position=learned"], ["variant=linear"], ["variant=sliding_window", "variant.window=4"]])
+@pytest.mark.parametrize(
+    "words", [[], ["position=none"], ["position=learned"], ["variant=linear"], ["variant=sliding_window", "variant.window=4"]]
+)
 def test_logits_at_scored_places_are_those_of_the_whole_pass(words):
     model, x = decoder(*words), tokens(3, 9)
     scored = torch.rand(3, 9) < 0.3
@@ -73,7 +75,9 @@ def test_packed_segments_equal_their_own_runs():
 
 
 def test_a_pattern_repeats_over_the_layers_and_position_layers_with_it():
-    model = decoder("model.layers=4", "model.pattern=[variant,{name: sliding_window,window: 2}]", "model.position_layers=[true,false,false]")
+    model = decoder(
+        "model.layers=4", "model.pattern=[variant,{name: sliding_window,window: 2}]", "model.position_layers=[true,false,false]"
+    )
     assert [type(mixer).__name__ for mixer in model.mixers()] == ["Full", "SlidingWindow"] * 2
     assert [mixer.position is not None for mixer in model.mixers()] == [True, False, False, True]
     assert [mixer.window for mixer in model.mixers()[1::2]] == [2, 2]

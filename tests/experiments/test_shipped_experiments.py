@@ -16,7 +16,14 @@ EXPERIMENTS = sorted(file.stem for file in (Path(configs.__file__).parent / "exp
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_an_experiment_runs_for_two_steps(name, tmp_path):
-    words = [f"experiment={name}", f"runs_dir={tmp_path}", "seed=0", "trainer.steps=2", "trainer.batch_size=2", "trainer.validation_sequences=2"]
+    words = [
+        f"experiment={name}",
+        f"runs_dir={tmp_path}",
+        "seed=0",
+        "trainer.steps=2",
+        "trainer.batch_size=2",
+        "trainer.validation_sequences=2",
+    ]
     plan = expand([*words, "evaluation.sequences=2", "evaluation.multiples=[1]"])
     jobs = [Job(run.run_id, run.config, plan.directory / run.run_id, run.overrides) for run in plan.runs]
     report = launch.sweep(plan.directory, jobs, dropped=plan.dropped, executor=plan.executor)

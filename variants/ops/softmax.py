@@ -35,6 +35,6 @@ def attention(
         visible = triangle if visible is None else triangle & visible
     mask = visible
     if bias is not None:
-        mask = bias.to(q.dtype)
+        mask = bias.to(q.dtype).reshape(-1, *bias.shape[-3:])  # with three axes it would leave the fused kernel
         mask = mask if visible is None else mask.masked_fill(~visible, -math.inf)
     return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)

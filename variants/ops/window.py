@@ -1,7 +1,7 @@
 """Sliding-window attention in blocks. Time O(T W), memory O(T) beside the blocks' own keys, exact.
 
-Queries go in blocks; each block attends one slice of keys, the window - 1 before its first query up to its last. A mask over the whole
-square would cost as much as full attention, because torch skips no masked tile.
+Queries go in blocks; each block attends one slice of keys, from window - 1 before its first query to its last, or if not causal as far
+beyond. A mask over the whole square would cost as much as full attention, because torch skips no masked tile.
 
 Sinks need no more than one extra group of keys a block: a segment that begins inside the slice has its sinks there, so only the segment
 of the block's first query can have sinks outside.
@@ -96,7 +96,8 @@ class _Blocks:
         self.count = -(-time // self.block)
         self.first = torch.arange(self.count, device=device) * self.block
         self.query = self.first[:, None] + torch.arange(self.block, device=device)
-        width = window - 1 + self.block + (0 if after is None else window - 1)
+        ahead = 0 if after is None else max(window, sinks) - 1
+        width = window - 1 + self.block + ahead
         self.key = self.first[:, None] - (window - 1) + torch.arange(width, device=device)
         last = self.query.clamp(max=time - 1)
         self.before = before[:, last]

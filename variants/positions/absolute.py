@@ -19,12 +19,12 @@ from registry import positions
 from variants.positions.contract import Scheme
 
 
-@positions.register("none", hooks=(), extends=True)
+@positions.register("none", hooks=())
 class NoPosition(Scheme):
     """No position: order shows through the causal mask alone."""
 
 
-@positions.register("learned", hooks=("embed",), extends=False)
+@positions.register("learned", hooks=("embed",))
 class Learned(Scheme):
     """A trained vector for each position, added to the embedding.
 

@@ -1,6 +1,6 @@
 """What a position scheme must satisfy: any of four hooks.
 
-    embed(x, positions)                           added to the embeddings, once, by the model
+    embed(x, positions)                           added to the embeddings, once: by the model, or by a lone mixer to its x
     rotate(q, k, q_positions, k_positions)        transforms queries and keys
     bias(q_positions, k_positions)                (heads, q, k) or (batch, heads, q, k), added to the logits
     logit_scale                                   a factor on the logits

@@ -50,7 +50,7 @@ def turn(
     return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
 
 
-@positions.register("rope", hooks=("rotate",), extends=False)
+@positions.register("rope", hooks=("rotate",))
 class Rotary(Scheme):
     """Rotary positions (RoPE): products of queries and keys depend on their distance.
 

@@ -84,16 +84,16 @@ const charts = (() => {
         customdata: cells.map((cell) => cell.n), hovertemplate: "%{y:.3f}, n=%{customdata}<extra>%{fullData.name}</extra>",
       });
     });
-    const lines = new Map();
-    for (const [name, values] of trivial) {
-      const same = JSON.stringify(values);
-      lines.set(same, { values, names: [...(lines.get(same)?.names ?? []), name.replaceAll("_", " ")] });
-    }
     const annotations = [];
-    for (const { values, names } of lines.values()) {
-      traces.unshift({ x: lengths, y: values, mode: "lines", name: inert(names.join(", ")), line: { color: css("--muted"), dash: "dot", width: 1 }, hovertemplate: "%{y:.3f}<extra>%{fullData.name}</extra>" });
-      annotations.push({ x: Math.log10(lengths[0]), y: values[0], xanchor: "left", xshift: 12, yanchor: "bottom", showarrow: false, text: inert(names.join(", ")), font: { size: 11 } });
+    const labels = [];
+    for (const [name, values] of [...trivial].sort(([, a], [, b]) => a[0] - b[0])) {
+      traces.unshift({ x: lengths, y: values, mode: "lines", name: inert(name), line: { color: css("--muted"), dash: "dot", width: 1 }, hovertemplate: "%{y:.3f}<extra>%{fullData.name}</extra>" });
+      // Predictors this close would be written over one another.
+      if (labels.length && values[0] - labels.at(-1).at < 0.06) labels.at(-1).names.push(name);
+      else labels.push({ at: values[0], names: [name] });
     }
+    for (const { at, names } of labels)
+      annotations.push({ x: Math.log10(lengths[0]), y: at, xanchor: "left", xshift: 12, yanchor: "bottom", showarrow: false, text: inert(names.join(", ").replaceAll("_", " ")), font: { size: 11 } });
     const trained = data.trained.filter((at) => at <= lengths.at(-1));
     for (const at of trained)
       annotations.push({ x: Math.log10(at), y: 1, yref: "paper", xanchor: "left", yanchor: "bottom", showarrow: false, text: "trained here", font: { size: 11 } });

@@ -25,7 +25,7 @@ from experiments.runs.files import read_json, writing
 from experiments.runs.status import ENDED, STATUS, status_of
 from experiments.runs.write import AlreadyClaimed, AlreadyFinished, CannotWrite, mark, one_line
 from experiments.sweep.executors import load
-from experiments.sweep.job import Job, OnEvent, Outcome, Progress, ignore
+from experiments.sweep.job import TARGET, Job, OnEvent, Outcome, Progress, ignore
 from registry import UserError
 
 #: Imported once by the fork server: seconds and hundreds of megabytes that no run pays again.
@@ -42,7 +42,7 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_
 def run_local(
     jobs: Sequence[Job],
     *,
-    target: str = "experiments.train:run_job",
+    target: str = TARGET,
     processes: int = 2,
     threads: int = 1,
     preload: Sequence[str] = PRELOAD,
@@ -83,7 +83,11 @@ def run_local(
                     active.remove(worker)
                     ended(worker.outcome())
     except BaseException:
-        _stop(active)
+        try:
+            for worker in active:
+                on_event(Progress(worker.job, 0, 0, "ending"))
+        finally:
+            _stop(active)
         raise
     return outcomes
 
@@ -128,8 +132,10 @@ class _Worker:
         status = status_of(self.job.directory)
         words = _words(self.job)
         its_own = words != self._words_before and words is not None and words[1] in ENDED
-        if status.status in ("finished", "running") or its_own or code == ELSEWHERE:
+        if status.status in ("finished", "running") or its_own:
             return Outcome(self.job, status.status, status.reason)
+        if code == ELSEWHERE:  # and left again just now: the sweep looks once more
+            return Outcome(self.job, "running")
         assert code is not None
         if code < 0:
             outcome = Outcome(self.job, "interrupted", f"its process was ended by {signal.Signals(-code).name}")

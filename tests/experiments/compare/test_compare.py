@@ -169,6 +169,24 @@ def test_pairs_are_made_within_what_a_group_averages_over(tmp_path: Path) -> Non
     assert group(compare(tmp_path, by="variant"), variant="gqa").cells[ACCURACY].difference == pytest.approx(-0.1)
 
 
+def test_the_options_of_a_variant_do_not_keep_its_runs_from_being_paired(tmp_path: Path) -> None:
+    for position, full in (("none", 0.5), ("rope", 0.9)):
+        write_run(tmp_path, variant="full", position=position, metrics={ACCURACY: full})
+        for window in (8, 16):
+            variant = {"name": "sliding_window", "window": window}
+            write_run(tmp_path, variant=variant, position=position, metrics={ACCURACY: full - window / 80})
+    cell = group(compare(tmp_path, by="variant.name"), **{"variant.name": "sliding_window"}).cells[ACCURACY]
+    assert cell.difference == pytest.approx(-0.15)
+
+
+def test_a_seed_that_shares_nothing_with_the_baselines_is_no_pair(tmp_path: Path) -> None:
+    write_run(tmp_path, variant="full", position="none", metrics={ACCURACY: 0.5})
+    write_run(tmp_path, variant="full", position="rope", seed=1, metrics={ACCURACY: 0.5})
+    write_run(tmp_path, variant="gqa", position="rope", metrics={ACCURACY: 0.5})
+    cell = group(compare(tmp_path, by="variant"), variant="gqa").cells[ACCURACY]
+    assert (cell.mean, cell.difference, cell.verdict) == (0.5, None, "no seed in common with the baseline")
+
+
 def test_p_is_corrected_over_the_groups_compared(tmp_path: Path) -> None:
     for seed in range(8):
         write_run(tmp_path, variant="full", seed=seed, metrics={ACCURACY: 0.5})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,18 @@ def test_the_terminal_shows_means_intervals_ceilings_and_counts(comparison: Comp
     # Half the interval of 0.9, 0.9333, 0.9667: 4.302653 * 0.0333333 / sqrt(3).
     for expected in ("0.933 ±0.083", "≤0.410", "3/3", "2/3", "300", "never", "5k", "n = 2 to 3 seeds", "left out: 1 failed"):
         assert expected in text, expected
+
+
+def test_no_number_is_cut_short_in_eighty_columns(tmp_path: Path) -> None:
+    value = {f"test/{axis}/{length}/accuracy": 0.1 + length / 1000 for axis in ("length", "load") for length in (32, 64, 128, 256)}
+    for variant, position, seed in itertools.product(("full", "sliding_window"), ("none", "rope"), range(3)):
+        metrics = {name: mean + seed / 100 + 0.1 * (variant == "full") for name, mean in value.items()}
+        write_run(tmp_path, variant=variant, position=position, seed=seed, metrics=metrics)
+    comparison = compare(tmp_path)
+    words = printed(comparison, width=80).split()
+    for group in comparison.groups:
+        assert {group.by["variant"], group.by["position"]} <= set(words)
+        assert {f"{cell.mean:.3f}" for cell in group.cells.values()} <= set(words)
 
 
 def test_the_terminal_says_which_differences_cannot_be_significant(comparison: Comparison) -> None:

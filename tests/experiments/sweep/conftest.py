@@ -12,5 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 def _fork_server_of_ones_own():
     """The server's preloaded modules and threads are fixed when it starts: other tests want other ones."""
     multiprocessing.forkserver._forkserver._stop()
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PYTHONUNBUFFERED", raising=False)  # a run's output is buffered, as it is for most people
+        yield
     multiprocessing.forkserver._forkserver._stop()

@@ -119,7 +119,10 @@ def test_a_run_that_failed_elsewhere_while_it_waited_is_not_run_again(tmp_path):
 def test_an_interrupt_asks_the_runs_to_end_and_waits_for_them(tmp_path):
     jobs = [job(tmp_path, "wait", seed) for seed in range(3)]
 
+    events = []
+
     def interrupt(event):
+        events.append(event)
         if isinstance(event, Progress) and event.step == 3:
             raise KeyboardInterrupt
 
@@ -127,6 +130,7 @@ def test_an_interrupt_asks_the_runs_to_end_and_waits_for_them(tmp_path):
         run_local(jobs, target=TARGET, preload=PRELOAD, on_event=interrupt)
     begun = attempts(tmp_path)
     assert begun
+    assert {event.job.run_id for event in events if event.text == "ending"} >= set(begun)
     for one in jobs:
         if one.run_id in begun:
             assert status_of(one.directory) == Status("interrupted", "asked to end (SIGTERM)")
@@ -149,6 +153,16 @@ def test_a_run_that_does_not_end_when_asked_is_ended(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run_local([stubborn], target=TARGET, preload=PRELOAD, on_event=interrupt)
     assert read_json(stubborn.directory / "status.json") == {"status": "interrupted", "reason": "its process was ended by SIGKILL"}
+
+
+def test_a_run_whose_holder_has_just_left_it_is_neither_failed_nor_lost(tmp_path, monkeypatch):
+    one = job(tmp_path)
+    one.directory.mkdir(parents=True)
+    claim = Claim.acquire(one.directory)
+    monkeypatch.setattr(local, "_done_elsewhere", lambda job, words: None)
+    monkeypatch.setattr(local, "status_of", lambda directory: Status("interrupted", "its holder is gone"))
+    assert run([one])[one.run_id] == Outcome(one, "running")
+    claim.release()
 
 
 @pytest.mark.parametrize("option", ["processes", "threads"])

@@ -21,6 +21,14 @@ class WrongDtype(Mean):
         return y.float(), parts, aux
 
 
+class WrongDtypeWithState(Mean):
+    """Forgets only where there is a cache."""
+
+    def mix(self, x, context, state):
+        y, parts, aux = super().mix(x, context, state)
+        return (y if state is None else y.float()), parts, aux
+
+
 class BatchNotFirst(Mean):
     """One part for all rows, which `reorder` cannot pick from."""
 
@@ -55,6 +63,13 @@ class InfiniteSlope(Mean):
 
     def values(self, x, number, state):
         return super().values(x, number, state) + x.abs().sqrt()
+
+
+class ParameterWithoutSlope(Mean):
+    """A square root of nothing: the parameter's gradient is not a number."""
+
+    def weights(self, x):
+        return super().weights(x) + (0 * self.gate.weight.sum()).abs().sqrt()
 
 
 class Noisy(Mean):
