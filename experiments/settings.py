@@ -115,5 +115,3 @@ class Run:
     executor: Executor = field(default_factory=Executor)
     #: What `attnlab sweep` varies: key -> choices; a choice may carry overrides of its own ("sliding_window variant.window=8").
     sweep: dict[str, Any] = field(default_factory=dict)
-    #: How the study is compared (keys of `attnlab compare`), for instance {baseline: "variant.name=full"}.
-    compare: dict[str, Any] = field(default_factory=dict)

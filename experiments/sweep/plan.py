@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +23,9 @@ from hydra.core.override_parser.types import Override
 import registry
 from experiments.config import parse, resolve, without
 from experiments.runs.identity import run_id
+from experiments.sweep.job import Job
+from experiments.sweep.study import Dropped
 from registry import UserError
-
-#: Keys that plan and compare a study and mean nothing to a run.
-STUDY_KEYS = ("sweep", "compare")
-
-
-@dataclass(frozen=True)
-class PlannedRun:
-    """One run: the overrides that tell it from its neighbours, and its resolved config."""
-
-    run_id: str
-    overrides: tuple[str, ...]
-    config: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -44,16 +34,14 @@ class Plan:
 
     study: str
     directory: Path
-    runs: list[PlannedRun]
-    dropped: list[tuple[tuple[str, ...], str]]
+    jobs: list[Job]
+    dropped: list[Dropped]
     executor: dict[str, Any]
-    compare: dict[str, Any] = field(default_factory=dict)
 
 
-def single(words: Sequence[str]) -> PlannedRun:
+def single(words: Sequence[str]) -> Job:
     """The one run that `words` describe."""
-    config = without(resolve(words), *STUDY_KEYS)
-    return PlannedRun(run_id(config), tuple(words), config)
+    return _job(words, words)
 
 
 def expand(words: Sequence[str]) -> Plan:
@@ -62,19 +50,23 @@ def expand(words: Sequence[str]) -> Plan:
     fixed = [o.input_line for o in overrides if not o.is_sweep_override()]
     base = resolve([str(word) for word in fixed])
     grid = _grid(base["sweep"], overrides)
-    runs: dict[str, PlannedRun] = {}
-    dropped = []
+    jobs: dict[str, Job] = {}
+    dropped: list[Dropped] = []
     for choice in itertools.product(*grid.values()):
         chosen = tuple(word for words_of_choice in choice for word in words_of_choice)
-        config = without(resolve([*chosen, *_not_in_grid(overrides, grid)]), *STUDY_KEYS)
-        reason = why_not(config, chosen)
+        job = _job([*chosen, *_not_in_grid(overrides, grid)], chosen)
+        reason = why_not(job.config, chosen)
         if reason:
             dropped.append((chosen, reason))
-            continue
-        planned = PlannedRun(run_id(config), chosen, config)
-        runs.setdefault(planned.run_id, planned)
+        else:
+            jobs.setdefault(job.run_id, job)
     study = str(base["study"])
-    return Plan(study, Path(base["runs_dir"]) / study, list(runs.values()), dropped, base["executor"], base["compare"])
+    return Plan(study, Path(base["runs_dir"]) / study, list(jobs.values()), dropped, base["executor"])
+
+
+def _job(words: Sequence[str], overrides: Sequence[str]) -> Job:
+    config = without(resolve(words), "sweep")  # the grid plans a study, and means nothing to a run
+    return Job(run_id(config), config, Path(config["runs_dir"]) / config["study"] / run_id(config), tuple(overrides))
 
 
 def why_not(config: Mapping[str, Any], chosen: Sequence[str]) -> str:

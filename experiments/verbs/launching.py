@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -14,8 +14,10 @@ from experiments.runs.files import read_json
 from experiments.runs.status import RESULT
 from experiments.runs.write import AlreadyFinished, status_of
 from experiments.sweep import launch, study
-from experiments.sweep.job import Job
 from registry import UserError
+
+if TYPE_CHECKING:
+    from experiments.sweep.plan import Plan
 
 Report = Callable[[Any], None]
 
@@ -24,21 +26,22 @@ def train(words: Sequence[str], report: Report | None) -> None:
     """Carry out one run, or show the result of a finished one."""
     from experiments.sweep.plan import single
 
-    planned = single(words)
-    directory = Path(planned.config["runs_dir"]) / planned.config["study"] / planned.run_id
-    result = read_json(directory / RESULT)
+    job = single(words)
+    result = read_json(job.directory / RESULT)
     if result is None:
-        result = _train(planned.config)
+        result = _train(job.config)
     else:
-        print(f"{directory} is finished already; this is its result", file=sys.stderr)
+        print(f"{job.directory} is finished already; this is its result", file=sys.stderr)
     if report is not None:
-        report({"run_id": planned.run_id, "directory": str(directory), "result": result})
+        report({"run_id": job.run_id, "directory": str(job.directory), "result": result})
         return
     for name, value in result["metrics"].items():
         if name.endswith("/accuracy"):
             print(f"{name:32} {value:.4f}")
     counts = result["counts"]
-    print(f"{result['stopped']} after {counts['steps']} steps, {result['costs']['tokens_per_second']:,.0f} tokens/s; record: {directory}")
+    print(
+        f"{result['stopped']} after {counts['steps']} steps, {result['costs']['tokens_per_second']:,.0f} tokens/s; record: {job.directory}"
+    )
 
 
 def _train(config: dict[str, Any]) -> dict[str, Any]:
@@ -68,14 +71,13 @@ def sweep(words: Sequence[str], *, dry_run: bool, retry: Sequence[str], report: 
         if status != "diverged":
             raise UserError(f"--retry cannot be {status!r}: failed and interrupted runs are always carried out again. Valid: diverged")
     plan = expand(words)
-    jobs = [Job(run.run_id, run.config, plan.directory / run.run_id, run.overrides) for run in plan.runs]
-    if not jobs:
+    if not plan.jobs:
         reasons = "; ".join(f"{' '.join(chosen)}: {reason}" for chosen, reason in plan.dropped)
         raise UserError(f"nothing to run: no combination is applicable. {reasons}")
     if dry_run:
-        _show_plan(plan.study, jobs, plan.dropped, report)
+        _show_plan(plan, report)
         return
-    ended = launch.sweep(plan.directory, jobs, dropped=plan.dropped, executor=plan.executor, retry_diverged="diverged" in retry)
+    ended = launch.sweep(plan.directory, plan.jobs, dropped=plan.dropped, executor=plan.executor, retry_diverged="diverged" in retry)
     if report is not None:
         report(study.status(plan.directory))
     else:
@@ -84,7 +86,7 @@ def sweep(words: Sequence[str], *, dry_run: bool, retry: Sequence[str], report: 
             from experiments.verbs import comparing
 
             print()
-            comparing.compare(plan.directory, report=None, **plan.compare)
+            comparing.compare(plan.directory)
             comparing.report(plan.directory, None)
     if ended.failed:
         sys.exit(1)
@@ -105,15 +107,15 @@ def status(directory: Path, report: Report | None) -> None:
         print(f"{run['run_id']}  {run['status']:11}  {words}{reason}")
 
 
-def _show_plan(name: str, jobs: Sequence[Job], dropped: Sequence[tuple[Sequence[str], str]], report: Report | None) -> None:
+def _show_plan(plan: Plan, report: Report | None) -> None:
     """What a sweep would do."""
-    statuses = [status_of(job.directory).status for job in jobs]
+    rows = [{"run_id": job.run_id, "status": status_of(job.directory).status, "overrides": list(job.overrides)} for job in plan.jobs]
     if report is not None:
-        runs = [{"run_id": job.run_id, "status": now, "overrides": list(job.overrides)} for job, now in zip(jobs, statuses, strict=True)]
-        report({"study": name, "runs": runs, "dropped": [{"overrides": list(words), "reason": reason} for words, reason in dropped]})
+        dropped = [{"overrides": list(words), "reason": reason} for words, reason in plan.dropped]
+        report({"study": plan.study, "runs": rows, "dropped": dropped})
         return
-    for job, now in zip(jobs, statuses, strict=True):
-        print(f"{job.run_id}  {now:11}  {' '.join(job.overrides)}")
-    for words, reason in dropped:
+    for row in rows:
+        print(f"{row['run_id']}  {row['status']:11}  {' '.join(row['overrides'])}")
+    for words, reason in plan.dropped:
         print(f"not applicable: {' '.join(words)}: {reason}")
-    print(f"{len(jobs)} runs, {sum(now == 'finished' for now in statuses)} finished")
+    print(f"{len(rows)} runs, {sum(row['status'] == 'finished' for row in rows)} finished")

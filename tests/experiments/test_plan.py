@@ -11,7 +11,7 @@ from variants.positions.contract import Scheme
 
 
 def labels(words: list[str]) -> list[str]:
-    return [" ".join(run.overrides) for run in expand(words).runs]
+    return [" ".join(run.overrides) for run in expand(words).jobs]
 
 
 def test_comma_lists_make_a_grid():
@@ -28,30 +28,30 @@ def test_a_range_is_a_list():
 
 
 def test_numbers_are_of_one_kind_from_command_line_and_file():
-    runs = expand(["optimizer.lr=1e-3,1e-5,1"]).runs
+    runs = expand(["optimizer.lr=1e-3,1e-5,1"]).jobs
     assert [run.config["optimizer"]["lr"] for run in runs] == [1e-3, 1e-5, 1.0]
 
 
 def test_quickstart_is_four_mixers_two_schemes_and_three_seeds():
     plan = expand(["experiment=quickstart"])
-    assert len(plan.runs) == 24 and plan.study == "quickstart" and not plan.dropped
-    assert {run.config["variant"]["name"] for run in plan.runs} == {"full", "gqa", "sliding_window", "linear"}
-    windows = {run.config["variant"]["window"] for run in plan.runs if run.config["variant"]["name"] == "sliding_window"}
+    assert len(plan.jobs) == 24 and plan.study == "quickstart" and not plan.dropped
+    assert {run.config["variant"]["name"] for run in plan.jobs} == {"full", "gqa", "sliding_window", "linear"}
+    windows = {run.config["variant"]["window"] for run in plan.jobs if run.config["variant"]["name"] == "sliding_window"}
     assert len(windows) == 1
 
 
 def test_a_key_on_the_command_line_takes_the_place_of_the_experiments_choices():
     plan = expand(["experiment=quickstart", "variant=full", "seed=7,8"])
-    assert len(plan.runs) == 4
-    assert {run.config["seed"] for run in plan.runs} == {7, 8}
+    assert len(plan.jobs) == 4
+    assert {run.config["seed"] for run in plan.jobs} == {7, 8}
 
 
 def test_an_override_that_is_not_swept_reaches_every_run():
-    assert {run.config["trainer"]["steps"] for run in expand(["experiment=quickstart", "trainer.steps=3"]).runs} == {3}
+    assert {run.config["trainer"]["steps"] for run in expand(["experiment=quickstart", "trainer.steps=3"]).jobs} == {3}
 
 
 def test_a_run_is_named_the_same_by_sweep_and_by_train():
-    swept = expand(["variant=gqa,full", "seed=1"]).runs[0]
+    swept = expand(["variant=gqa,full", "seed=1"]).jobs[0]
     assert single(["variant=gqa", "seed=1"]).run_id == swept.run_id
 
 
@@ -61,7 +61,7 @@ def test_folders_and_plugins_do_not_name_a_run():
 
 
 def test_equal_combinations_are_one_run():
-    assert len(expand(["seed=1,1"]).runs) == 1
+    assert len(expand(["seed=1,1"]).jobs) == 1
 
 
 def test_a_combination_without_meaning_is_dropped_with_the_reason():
@@ -72,7 +72,7 @@ def test_a_combination_without_meaning_is_dropped_with_the_reason():
             """A bias."""
 
         plan = expand(["variant=full,linear", "position=distance"])
-    assert [run.config["variant"]["name"] for run in plan.runs] == ["full"]
+    assert [run.config["variant"]["name"] for run in plan.jobs] == ["full"]
     ((overrides, reason),) = plan.dropped
     assert overrides == ("variant=linear",) and "does not have" in reason
 

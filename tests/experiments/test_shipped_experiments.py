@@ -8,7 +8,6 @@ import pytest
 
 import configs
 from experiments.sweep import launch
-from experiments.sweep.job import Job
 from experiments.sweep.plan import expand
 
 EXPERIMENTS = sorted(file.stem for file in (Path(configs.__file__).parent / "experiment").glob("*.yaml"))
@@ -25,9 +24,8 @@ def test_an_experiment_runs_for_two_steps(name, tmp_path):
         "trainer.validation_sequences=2",
     ]
     plan = expand([*words, "evaluation.sequences=2", "evaluation.multiples=[1]"])
-    jobs = [Job(run.run_id, run.config, plan.directory / run.run_id, run.overrides) for run in plan.runs]
-    report = launch.sweep(plan.directory, jobs, dropped=plan.dropped, executor=plan.executor)
-    assert jobs and len(report.having("finished")) == len(jobs), str(report)
+    report = launch.sweep(plan.directory, plan.jobs, dropped=plan.dropped, executor=plan.executor)
+    assert plan.jobs and len(report.having("finished")) == len(plan.jobs), str(report)
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

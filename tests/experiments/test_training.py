@@ -43,7 +43,7 @@ TINY = [
 
 
 def tiny(runs: Path, *words: str) -> dict[str, Any]:
-    return without(resolve([*TINY, f"runs_dir={runs}", *words]), "sweep", "compare")
+    return without(resolve([*TINY, f"runs_dir={runs}", *words]), "sweep")
 
 
 def record(config: dict[str, Any]) -> tuple[Path, list[dict[str, Any]], dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Mixers broken on purpose, each in one way that a property must find."""
+"""Mixers broken on purpose, each in one way that a property must find. Those of padding and segments are in `broken_rows.py`."""
 
 from __future__ import annotations
 
@@ -27,6 +27,13 @@ class WrongDtypeWithState(Mean):
     def mix(self, x, context, state):
         y, parts, aux = super().mix(x, context, state)
         return (y if state is None else y.float()), parts, aux
+
+
+class StateWithheld(Mean):
+    """Takes a state and gives none back."""
+
+    def forward(self, x, context=None, state=None):
+        return super().forward(x, context, state)._replace(state=None)
 
 
 class BatchNotFirst(Mean):
@@ -185,6 +192,48 @@ class StateCountsPieces(Mean):
         return super().init_parts(batch, **like) | {"pieces": torch.zeros(batch, **like)}
 
 
+class StateGrowsByPieces(Mean):
+    """The same in the shape of a part."""
+
+    def mix(self, x, context, state):
+        y, parts, aux = super().mix(x, context, state)
+        return y, parts | ({} if state is None else {"pieces": functional.pad(state["pieces"], (0, 1))}), aux
+
+    def init_parts(self, batch, **like):
+        return super().init_parts(batch, **like) | {"pieces": torch.zeros(batch, 1, **like)}
+
+
+class StateRemembersLongPieces(Mean):
+    """Single steps leave what one piece leaves; a long piece after a first one leaves something else, which no output shows."""
+
+    def mix(self, x, context, state):
+        y, parts, aux = super().mix(x, context, state)
+        if state is not None:
+            parts["hidden"] = state["hidden"] + state["seen"] * (x.shape[1] > 1)
+        return y, parts, aux
+
+    def init_parts(self, batch, **like):
+        return super().init_parts(batch, **like) | {"hidden": torch.zeros(batch, **like)}
+
+
+class PartsComeAndGo(Mean):
+    """A step leaves a part that a longer piece does not."""
+
+    def mix(self, x, context, state):
+        y, parts, aux = super().mix(x, context, state)
+        return y, parts | ({"step": x[:, 0]} if x.shape[1] == 1 else {}), aux
+
+
+class StateSpoiled(Mean):
+    """Leaves the state that it was given in disorder."""
+
+    def average(self, v, w, number, context, state):
+        y, parts = super().average(v, w, number, context, state)
+        if state is not None:
+            state["total"].add_(1)
+        return y, parts
+
+
 class StateChangedInPlace(Mean):
     """Writes the new sums over the old ones."""
 
@@ -200,6 +249,14 @@ class RowsStoredBackwards(Mean):
         flipped = None if state is None else State(**{name: part.flip(0) for name, part in state.items()})
         y, parts = super().average(v, w, number, context, flipped)
         return y, {name: part.flip(0) for name, part in parts.items()}
+
+
+class PositionsCountedFromOne(Mean):
+    """Counts otherwise than the contract where it is told nothing."""
+
+    def forward(self, x, context=None, state=None):
+        counted = torch.arange(1, x.shape[1] + 1).expand(x.shape[:2])
+        return super().forward(x, context or Context(positions=counted), state)
 
 
 class PositionsIgnored(Mean):
@@ -223,121 +280,18 @@ class CacheOfTheFuture(Mean):
         return State.empty(batch, self.out.weight.device).replace(**self.init_parts(batch))
 
 
+class NothingBehind(Mean):
+    """Both sides of a single token are empty, and their mean is not a number."""
+
+    def weights(self, x):
+        return super().weights(x) * (1.0 if self.causal or x.shape[1] > 1 else float("nan"))
+
+
 class StateIgnoredByTheBidirectionalForm(Mean):
     """Takes a state that it cannot use."""
 
     def forward(self, x, context=None, state=None):
         return super().forward(x, context, state if self.causal else None)
-
-
-class BatchMean(Mean):
-    """Centres the inputs over the batch."""
-
-    def mix(self, x, context, state):
-        return super().mix(x - x.mean(0, keepdim=True), context, state)
-
-
-class NeighboursInTheLastDigit(Mean):
-    """A trace of the other rows, far below any tolerance."""
-
-    def mix(self, x, context, state):
-        y, parts, aux = super().mix(x, context, state)
-        return y + 1e-7 * x.sum((0, 1)), parts, aux
-
-
-class JunkRead(Mean):
-    """Scales each row by its largest input, pads included."""
-
-    def forward(self, x, context=None, state=None):
-        return super().forward(x / x.abs().amax(dim=(1, 2), keepdim=True).clamp(min=1), context, state)
-
-
-class GradientOfPads(Mean):
-    """Padded slots change nothing but are told to change."""
-
-    def forward(self, x, context=None, state=None):
-        output = super().forward(x, context, state)
-        everything = x.sum(1, keepdim=True)
-        return output._replace(y=torch.where(everything.isnan(), output.y, output.y + (everything - everything.detach())))
-
-
-class GradientDoubled(Mean):
-    """The right outputs with twice the gradient once some fact of the context is given."""
-
-    fact = "valid"
-
-    def mix(self, x, context, state):
-        y, parts, aux = super().mix(x, context, state)
-        return (y if getattr(context, self.fact) is None else 2 * y - y.detach()), parts, aux
-
-
-class GradientDoubledBySegments(GradientDoubled):
-    """The same for packed segments."""
-
-    fact = "segment_ids"
-
-
-class PadsSeen(Mean):
-    """The bidirectional form averages over pads too."""
-
-    def mask(self, number, context):
-        return super().mask(number, Context())
-
-
-class PadsCounted(Mean):
-    """The state after the last slot, not after the last valid token."""
-
-    def average(self, v, w, number, context, state):
-        return super().average(v, w, number, Context(), state)
-
-
-class HiddenPartDecaysOnPads(Mean):
-    """A part of the state that moves on pads, though no output shows it."""
-
-    def mix(self, x, context, state):
-        y, parts, aux = super().mix(x, context, state)
-        return y, parts | ({} if state is None else {"hidden": state["hidden"] + x.shape[1]}), aux
-
-    def init_parts(self, batch, **like):
-        return super().init_parts(batch, **like) | {"hidden": torch.ones(batch, **like)}
-
-
-class NothingSeen(Mean):
-    """Zero over zero where a row sees nothing."""
-
-    def average(self, v, w, number, context, state):
-        y, parts = super().average(v, w, number, context, state)
-        return y + 0 / self.mask(number, context).any(-1, keepdim=True).to(y.dtype), parts
-
-
-class SegmentsIgnored(Mean):
-    """One segment sees the ones before."""
-
-    def average(self, v, w, number, context, state):
-        return super().average(v, w, torch.zeros_like(number), context, state)
-
-
-class SegmentsById(Mean):
-    """An id that comes back continues the segment that had it first."""
-
-    def average(self, v, w, number, context, state):
-        return super().average(v, w, number if context.segment_ids is None else context.segment_ids, context, state)
-
-
-class SegmentsForgottenBetweenPieces(Mean):
-    """The first segment of a piece always continues the state."""
-
-    def average(self, v, w, number, context, state):
-        return super().average(v, w, number - number[:, :1], context, state)
-
-
-class SegmentsRefused(Mean):
-    """Not broken: it says that it cannot."""
-
-    def mix(self, x, context, state):
-        if context.segment_ids is not None:
-            raise ValueError("segments are not supported")
-        return super().mix(x, context, state)
 
 
 class StateUnderstated(Mean):

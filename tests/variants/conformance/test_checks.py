@@ -7,7 +7,7 @@ import re
 import pytest
 
 from registry import positions, variants
-from tests.variants.conformance import broken, toys
+from tests.variants.conformance import broken, broken_rows, toys
 from variants.conformance import basics, caching, causality, declared, rows
 from variants.conformance.checks import PROPERTIES
 from variants.conformance.run import check, judge, subjects_of
@@ -24,6 +24,7 @@ BROKEN = [
         basics.outputs_have_the_shape_and_dtype_of_the_input,
         r"bfloat16 input of shape \(1, 1, 16\): the output is .* float32",
     ),
+    (broken.StateWithheld, basics.outputs_have_the_shape_and_dtype_of_the_input, "a call with a state gave none back"),
     (broken.BatchNotFirst, basics.outputs_have_the_shape_and_dtype_of_the_input, r"state's part shared, \(1, 2\), is not the batch"),
     (broken.StateUnasked, basics.outputs_have_the_shape_and_dtype_of_the_input, r"shape \(1, 1, 16\): a full pass gave a state"),
     (broken.UnusedParameter, basics.gradients_reach_every_parameter, "parameter forgotten.weight gets no gradient"),
@@ -55,38 +56,71 @@ BROKEN = [
     (broken.StateOnlyForFirstToken, caching.split_passes_give_the_full_pass, r"pieces of 1\+16 tokens differ from the full pass: output 2"),
     (broken.TapsNotHandedOn, caching.split_passes_give_the_full_pass, r"short_conv=3: pieces of 1\+16 tokens differ .*: output 1"),
     (broken.StateCountsPieces, caching.states_agree_however_the_sequence_was_split, "after 2 single steps .* part pieces differs"),
+    (broken.StateGrowsByPieces, caching.states_agree_however_the_sequence_was_split, r"part pieces differs: shapes \(2, 3\) and \(2, 2\)"),
+    (broken.PartsComeAndGo, caching.states_agree_however_the_sequence_was_split, r"the states have parts .*'step'"),
+    (
+        broken.StateRemembersLongPieces,
+        caching.states_agree_however_the_sequence_was_split,
+        r"pieces of 1\+16 tokens .* part hidden differs",
+    ),
+    (broken.StateSpoiled, caching.a_state_may_be_continued_twice_and_its_rows_reordered, "the second continuation differs"),
     (broken.StateChangedInPlace, caching.a_state_may_be_continued_twice_and_its_rows_reordered, "the first continuation differs"),
     (broken.RowsStoredBackwards, caching.a_state_may_be_continued_twice_and_its_rows_reordered, "rows in the order 1, 0, 0 differs"),
+    (broken.PositionsCountedFromOne, caching.positions_are_those_given_and_otherwise_counted, "positions 0 to 8 differ from none given"),
     (broken.PositionsIgnored, caching.positions_are_those_given_and_otherwise_counted, "positions .* give the outputs of positions 0 to 8"),
     (broken.PositionsIgnoredInPieces, caching.positions_are_those_given_and_otherwise_counted, r"pieces of 4\+5 tokens differ"),
+    (broken.NothingBehind, caching.the_bidirectional_form_takes_no_state, "causal=False: outputs for 1 tokens are not finite"),
     (broken.CacheOfTheFuture, caching.the_bidirectional_form_takes_no_state, "init_state should raise ValueError"),
     (broken.StateIgnoredByTheBidirectionalForm, caching.the_bidirectional_form_takes_no_state, "a call with a state should raise"),
-    (broken.BatchMean, rows.neighbours_in_the_batch_change_nothing, "4 rows of 1 tokens: row 0 alone differs"),
-    (broken.NeighboursInTheLastDigit, rows.neighbours_in_the_batch_change_nothing, "changing rows 1 to 3 .* changes row 0"),
+    (broken_rows.BatchMean, rows.neighbours_in_the_batch_change_nothing, "4 rows of 1 tokens: row 0 alone differs"),
+    (broken_rows.NeighboursInTheLastDigit, rows.neighbours_in_the_batch_change_nothing, "changing rows 1 to 3 .* changes row 0"),
     (
-        broken.JunkRead,
+        broken_rows.JunkRead,
         rows.padding_changes_no_output_and_no_gradient,
         "9 slots, padded left with 10000, differ from the 6 valid tokens alone",
     ),
-    (broken.GradientDoubled, rows.padding_changes_no_output_and_no_gradient, "9 slots padded with 0: the gradient of parameter .* differs"),
-    (broken.GradientOfPads, rows.padding_changes_no_output_and_no_gradient, "9 slots padded with 0: a padded slot has a gradient"),
-    (broken.PadsSeen, rows.padding_changes_no_output_and_no_gradient, "causal=False: 9 slots, padded left with 0"),
-    (broken.PadsCounted, rows.a_state_stands_still_on_padding, "9 slots padded left, .*: what follows differs"),
-    (broken.HiddenPartDecaysOnPads, rows.a_state_stands_still_on_padding, "9 slots of padding change the state's part hidden"),
     (
-        broken.NothingSeen,
+        broken_rows.GradientDoubled,
+        rows.padding_changes_no_output_and_no_gradient,
+        "9 slots padded with 0: the gradient of parameter .* differs",
+    ),
+    (broken_rows.GradientOfPads, rows.padding_changes_no_output_and_no_gradient, "9 slots padded with 0: a padded slot has a gradient"),
+    (broken_rows.PadsSeen, rows.padding_changes_no_output_and_no_gradient, "causal=False: 9 slots, padded left with 0"),
+    (broken_rows.PadsCounted, rows.a_state_stands_still_on_padding, "9 slots padded left, .*: what follows differs"),
+    (
+        broken_rows.PadsSeenInPieces,
+        rows.a_state_stands_still_on_padding,
+        "9 slots padded left, .*: the outputs differ from those without padding",
+    ),
+    (
+        broken_rows.PadsSpeak,
+        rows.a_row_of_padding_alone_gives_zeros_and_finite_gradients,
+        "17 slots of padding alone: the outputs are not 0",
+    ),
+    (broken_rows.EmptyRowsCounted, rows.a_row_of_padding_alone_gives_zeros_and_finite_gradients, "the other rows differ"),
+    (broken_rows.HiddenPartDecaysOnPads, rows.a_state_stands_still_on_padding, "9 slots of padding change the state's part hidden"),
+    (
+        broken_rows.NothingSeen,
         rows.a_row_of_padding_alone_gives_zeros_and_finite_gradients,
         "the outputs are not 0|gradient of parameter .* differs",
     ),
     (
-        broken.SegmentsIgnored,
+        broken_rows.SegmentsIgnored,
         rows.packed_segments_equal_separate_runs,
         "row 0: the segment from token 3 to 16 differs from a run of its own: output 0",
     ),
-    (broken.SegmentsById, rows.packed_segments_equal_separate_runs, "row 1: the segment from token 8 to 11 differs from a run of its own"),
-    (broken.GradientDoubledBySegments, rows.packed_segments_equal_separate_runs, "packed segments: the gradient of parameter .* differs"),
     (
-        broken.SegmentsForgottenBetweenPieces,
+        broken_rows.SegmentsById,
+        rows.packed_segments_equal_separate_runs,
+        "row 1: the segment from token 8 to 11 differs from a run of its own",
+    ),
+    (
+        broken_rows.GradientDoubledBySegments,
+        rows.packed_segments_equal_separate_runs,
+        "packed segments: the gradient of parameter .* differs",
+    ),
+    (
+        broken_rows.SegmentsForgottenBetweenPieces,
         rows.packed_segments_equal_separate_runs,
         "packed segments in pieces .* differ from the full pass",
     ),

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from registry import UnknownName, UnknownOption, UserError, positions, variants
-from tests.variants.conformance import broken, toys
+from tests.variants.conformance import broken, broken_rows, toys
 from variants.conformance import Outcome, as_json, check, pytest_cases
 from variants.conformance.checks import PROPERTIES, sentence
 from variants.conformance.run import subjects_of
@@ -167,7 +167,7 @@ def test_pytest_cases_return_fail_or_skip_as_the_property_does(toy):
 
 
 def test_a_refusal_is_not_applicable_and_says_why(toy):
-    toy(broken.SegmentsRefused)
+    toy(broken_rows.SegmentsRefused)
     outcome = next(
         outcome for outcome in check("toy", options=ONE_FORM, fast=True) if outcome.property == "packed segments equal separate runs"
     )
