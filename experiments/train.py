@@ -138,9 +138,12 @@ def make_trainer(chosen: settings.Trainer, callbacks: list[L.Callback], folder: 
 
 def fit(trainer: L.Trainer, module: TrainingModule, checkpoint: Path | None) -> None:
     """Train, from `checkpoint` if there is one."""
-    trainer.fit(module, ckpt_path=checkpoint, weights_only=True)
-    if trainer.interrupted:
-        raise KeyboardInterrupt
+    try:
+        trainer.fit(module, ckpt_path=checkpoint, weights_only=True)
+    except SystemExit as left:  # what Lightning makes of an interrupt, which is for the verb to answer
+        if isinstance(left.__context__, KeyboardInterrupt):
+            raise left.__context__ from None
+        raise
 
 
 def loggers(chosen: settings.Logger) -> Any:

@@ -126,7 +126,6 @@ def extent(
     end = valid_lengths(x, context).unsqueeze(1).expand_as(time)
     if context.segment_ids is not None:
         closes = (before == 0).roll(-1, dims=1)
-        closes[:, -1] = True
         closing = torch.where(closes, time + 1, x.shape[1]).flip(1).cummin(1).values.flip(1)
         end = torch.minimum(end, closing)
     return before, end - 1 - time

@@ -98,10 +98,10 @@ def subjects_of(name: str, options: Mapping[str, Any], *, fast: bool = False) ->
     if "position" not in options:
         # The contract adds embeddings before the variant is called, so that a fast check leaves them out.
         choices += [{"position": scheme} for scheme in _schemes(set(cls.hooks)) if not fast or positions.get(scheme).hooks != ("embed",)]
-    if given.takes("short_conv") and "short_conv" not in options:
-        choices.append({"short_conv": 3})
+    convolved: dict[str, Any] = {"short_conv": 3} if given.takes("short_conv") and "short_conv" not in options else {}
+    choices += [convolved] if convolved else []
     if cls.bidirectional and "causal" not in options:
-        choices.append({"causal": False})
+        choices.append({"causal": False, **convolved})  # together, because the convolution looks ahead then
     return [given, *(replace(given, arguments={**given.arguments, **choice}, label=_in_words(choice)) for choice in choices)]
 
 

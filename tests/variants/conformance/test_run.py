@@ -87,7 +87,7 @@ def test_the_options_given_are_the_ones_judged(toy):
 
 def test_choices_left_open_are_varied_and_those_made_are_kept(toy):
     toy(toys.Mean)
-    assert _labels(subjects_of("toy", {}))[-2:] == ["short_conv=3", "causal=False"]
+    assert _labels(subjects_of("toy", {}))[-2:] == ["short_conv=3", "causal=False, short_conv=3"]
     assert _labels(subjects_of("toy", ONE_FORM)) == ["as given"]
 
 
