@@ -17,7 +17,7 @@ from experiments.verbs import listing
 
 DOCUMENTS = [registry.ROOT / "README.md", *sorted((registry.ROOT / "docs").glob("*.md"))]
 SMALL = [
-    *("model.dim=16", "model.layers=1", "task.length=16", "task.pairs=2", "trainer.steps=2", "trainer.batch_size=2"),
+    *("model.dim=16", "model.layers=1", "task.length=32", "task.pairs=2", "trainer.steps=2", "trainer.batch_size=2"),
     *("trainer.validation_sequences=2", "evaluation.sequences=2", "evaluation.multiples=[1]"),
 ]
 #: Commands that each have a test of their own.

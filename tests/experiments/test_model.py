@@ -98,7 +98,7 @@ def test_a_scheme_without_meaning_under_a_mixer_is_refused_with_the_reason():
         class Distance(Scheme):
             """A bias."""
 
-        with pytest.raises(NotApplicable, match="Distance needs the position hook 'bias', which Linear does not have"):
+        with pytest.raises(NotApplicable, match="Distance needs the hook 'bias', which Linear does not have"):
             build({**resolve([*SMALL, "variant=linear"]), "position": {"name": "distance"}}, 11)
 
 
