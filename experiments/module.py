@@ -50,7 +50,7 @@ class TrainingModule(L.LightningModule):
         """Mean cross entropy over the scored tokens, plus the mixers' auxiliary losses."""
         tokens, targets = batch
         step = self.trainer.global_step
-        torch.manual_seed(step_seed(self.seed, step))
+        seed_step(step_seed(self.seed, step), self.device)
         logits, answers, aux = self.scored(tokens, targets)
         loss = mean_loss(logits, answers)
         for name, value in aux.items():
@@ -104,6 +104,13 @@ def as_tensors(examples: Examples) -> tuple[Tensor, Tensor]:
 def step_seed(seed: int, step: int) -> int:
     """The seed of one step's random stream (dropout): a function of seed and step alone, so that resuming needs no RNG state."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{step}".encode(), digest_size=8).digest(), "little") >> 1
+
+
+def seed_step(seed: int, device: torch.device) -> None:
+    """Seed the generators a step draws from. `torch.manual_seed` would keep a stack trace for every absent kind of device, at each call."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

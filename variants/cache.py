@@ -17,7 +17,8 @@ def newest(
     """The last `keep` slots of each row. `valid` says which of the last slots are pads, at the end of their row: they are passed over."""
     count = slots.shape[1]
     if valid is None:
-        return slots.narrow(1, count - keep, keep).contiguous()
+        # A copy, because a view would keep the storage of every slot alive.
+        return slots if keep == count else slots.narrow(1, count - keep, keep).clone()
     index = torch.arange(count - keep, count, device=slots.device) - (~valid).sum(1, keepdim=True)
     return _pick(slots, index.clamp(min=0))
 

@@ -78,7 +78,10 @@ class Mixer(nn.Module):
         missing = sorted(set(scheme.hooks) - {"embed"} - set(self.hooks)) if scheme is not None else []
         if missing:
             reason = f": {self.refused[missing[0]]}" if missing[0] in self.refused else ""
-            raise NotApplicable(f"position {type(scheme).__name__} needs the hook {missing[0]!r}, which {name} does not have{reason}; choose another position")
+            raise NotApplicable(
+                f"position {type(scheme).__name__} needs the hook {missing[0]!r}, which {name} does not have{reason}; "
+                "choose another position"
+            )
         self.position: Scheme | None = scheme
 
     def forward(self, x: Float[Tensor, "batch time dim"], context: Context | None = None, state: State | None = None) -> MixerOutput:

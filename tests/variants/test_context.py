@@ -87,6 +87,13 @@ def test_the_newest_slots_of_a_row_are_those_before_its_pads() -> None:
     assert newest(slots, 0, None).shape == (2, 0)
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_the_newest_slots_do_not_keep_the_others_alive(batch) -> None:
+    slots = torch.zeros(batch, 100)
+    assert newest(slots, 3, None).untyped_storage().nbytes() == batch * 3 * 4
+    assert newest(slots, 100, None) is slots, "a cache of everything is not copied once more"
+
+
 def test_the_oldest_tokens_are_found_among_kept_and_new_slots() -> None:
     slots = torch.tensor([[50, 51, 0, 0, 10, 11, 12]] * 4)  # two kept, five recent
     before = torch.tensor(

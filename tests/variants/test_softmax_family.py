@@ -148,9 +148,7 @@ def test_the_bidirectional_form_has_no_cache() -> None:
 
 
 def test_a_scheme_that_needs_a_hook_the_mixer_lacks_is_refused_with_the_reason() -> None:
-    with pytest.raises(
-        NotApplicable, match="Slopes needs the position hook 'bias', which Linear does not have: it never writes out the logits"
-    ):
+    with pytest.raises(NotApplicable, match="Slopes needs the hook 'bias', which Linear does not have: it never writes out the logits"):
         variants.build("linear", dim=8, heads=2, position=Slopes(4, 2, 8))
 
 

@@ -42,8 +42,8 @@ def attention(
         sight = sight.tril(k_time - q_time)
     if visible is not None:
         sight = sight & visible
-    # A row of -inf alone would give NaN, also in its gradient: such a row is softmaxed over zeros and then cleared.
-    logits = logits.masked_fill(~sight, -math.inf).masked_fill(~sight.any(-1, keepdim=True), 0)
+    logits = logits.masked_fill(~sight, -math.inf)
+    # A row of -inf alone gives NaN, here and in its gradient; the second mask clears the one, and the first mask's gradient the other.
     weights = logits.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).masked_fill(~sight, 0)
     weights = torch.nn.functional.dropout(weights, dropout)
     return weights.to(v.dtype) @ v

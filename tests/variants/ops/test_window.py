@@ -102,6 +102,14 @@ def test_a_window_as_long_as_the_sequence_is_full_attention(causal) -> None:
         )
 
 
+@pytest.mark.parametrize("blocked", [False, True])
+def test_for_fewer_queries_than_keys_the_rows_are_the_last_of_the_square(blocked) -> None:
+    q, k, v = inputs(2, 12)
+    with small_blocks:
+        got = window.attention(q[:, :, 8:], k, v, window=5, blocked=blocked)
+    torch.testing.assert_close(got, oracles.attention(q, k, v, oracles.through_window([[0] * 12] * 2, 5))[:, :, 8:])
+
+
 def test_without_causality_the_window_reaches_as_far_to_both_sides() -> None:
     zeros = torch.zeros(1, 1, 7, 4)
     with small_blocks:
