@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import os
 import signal
@@ -12,8 +13,10 @@ import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner, Result
 
 import registry
+from experiments.cli import app
 
 TINY = [
     *("task=mqar", "task.length=16", "task.pairs=2", "model.dim=16", "model.layers=1", "trainer.steps=4", "trainer.batch_size=4"),
@@ -23,10 +26,11 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(registry.ROOT)}
 VERBS = ("list", "train", "sweep", "status", "check", "compare", "report", "bench")
 
 
-def attnlab(*words: str, cwd: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "experiments.cli", *words]
-    done = subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == code, done.stdout + done.stderr
+def attnlab(*words: str, cwd: Path, code: int = 0) -> Result:
+    """The command in this process, in another folder. (Importing torch and Lightning anew takes longer than any of the tests.)"""
+    with contextlib.chdir(cwd):
+        done = CliRunner().invoke(app, words)
+    assert done.exit_code == code, f"{done.stdout}\n{done.stderr}\n{done.exception!r}"
     return done
 
 
