@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
+from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -52,12 +53,13 @@ class Projections(nn.Module):
             if past is not None:
                 parts["taps"] = newest(torch.cat([past, channels], dim=1), past.shape[1], context.valid)
             channels = conv.short_convolution(channels, self.taps, taps=past, before=before, after=after, causal=self.causal)
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in channels.split(self.widths, dim=-1))
+        apart = "batch time (heads head_dim) -> batch heads time head_dim"
+        q, k, v = (rearrange(part, apart, head_dim=self.head_dim) for part in channels.split(self.widths, dim=-1))
         return q, k, v, parts
 
     def back(self, y: Float[Tensor, "batch heads time head_dim"]) -> Float[Tensor, "batch time dim"]:
         """The heads' outputs, side by side, back to the model's width."""
-        return cast(Tensor, self.outward(y.transpose(1, 2).flatten(2)))
+        return cast(Tensor, self.outward(rearrange(y, "batch heads time head_dim -> batch time (heads head_dim)")))
 
     def init_parts(self, batch: int, **like: Any) -> dict[str, Tensor]:
         """The convolution's last inputs, if there is one."""
