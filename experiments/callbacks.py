@@ -17,12 +17,12 @@ import lightning as L
 from experiments import settings
 from experiments.evaluate import score
 from experiments.module import TrainingModule
-from experiments.runs.write import RunWriter
+from experiments.runs.files import publish, writing
+from experiments.runs.write import LAST, RunWriter
 from experiments.tasks.contract import Evaluation
 
 Progress = Callable[[int, int, str], None]
 
-LAST = "last.ckpt"
 BEST = "best.ckpt"
 
 
@@ -86,11 +86,14 @@ class Validate(L.Callback):
 
     def __init__(self, record: Record, trainer_settings: settings.Trainer, evaluation: settings.Evaluation):
         self.record, self.settings, self.evaluation = record, trainer_settings, evaluation
-        #: Best validation loss, last validation accuracy, and the step at which the task was solved.
-        self.best_loss = math.inf
+        #: Validation loss at best, loss and accuracy of the last validation, and the step at which the task was solved.
+        self.best_loss = self.loss = math.inf
         self.accuracy = 0.0
         self.solved_at: int | None = None
         self.improved = False
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        trainer.should_stop = self.solved_at is not None  # a run broken off between its last step and its result
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         assert isinstance(pl_module, TrainingModule)
@@ -110,7 +113,7 @@ class Validate(L.Callback):
             device=pl_module.device.type,
             precision=self.settings.precision,
         )
-        self.accuracy = result.accuracy
+        self.loss, self.accuracy = result.loss, result.accuracy
         self.improved = result.loss < self.best_loss
         self.best_loss = min(self.best_loss, result.loss)
         self.record.write(trainer, pl_module, {"validation/loss": result.loss, "validation/accuracy": result.accuracy})
@@ -120,10 +123,11 @@ class Validate(L.Callback):
             trainer.should_stop = True
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best_loss": self.best_loss, "accuracy": self.accuracy, "solved_at": self.solved_at}
+        return {name: getattr(self, name) for name in ("best_loss", "loss", "accuracy", "solved_at")}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.best_loss, self.accuracy, self.solved_at = (state_dict[key] for key in ("best_loss", "accuracy", "solved_at"))
+        for name, value in state_dict.items():
+            setattr(self, name, value)
 
 
 class Checkpoints(L.Callback):
@@ -144,5 +148,6 @@ class Checkpoints(L.Callback):
     def save(self, trainer: L.Trainer, name: str) -> None:
         """Write beside the old checkpoint, then put the new one in its place."""
         unfinished = self.folder / f"{name}.tmp"
-        trainer.save_checkpoint(unfinished)
-        unfinished.replace(self.folder / name)
+        with writing(self.folder / name):
+            trainer.save_checkpoint(unfinished)
+            publish(unfinished, self.folder / name)

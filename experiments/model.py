@@ -115,6 +115,7 @@ class Decoder(nn.Module):
         order = None
         if context.valid is not None:
             tokens, context, order = left_align(tokens, context)
+            tokens = tokens.masked_fill(~context.valid, 0)  # type: ignore[operator]  # a pad may be any number, also one without an embedding
         counters = None if state is None else state.counters
         x = self.embedding(tokens)
         context = default_positions(x, context, counters)
@@ -180,10 +181,12 @@ def mixer_specs(config: Mapping[str, Any]) -> list[dict[str, Any]]:
 def build(config: Mapping[str, Any], vocab_size: int) -> Decoder:
     """The model of a resolved config. Raises NotApplicable for a variant and a position scheme that do not go together."""
     model = settings.Model(**config["model"])
-    if model.layers < 1:
-        raise ValueError(f"model.layers must be positive; got {model.layers}")
     scheme = registry.positions.get(config["position"]["name"])
     embeds = "embed" in scheme.hooks
+    if embeds and not all(model.position_layers):
+        raise UserError(
+            f"position {config['position']['name']!r} is added once, to the embeddings; model.position_layers cannot switch it off"
+        )
     mixers = []
     for layer, spec in enumerate(mixer_specs(config)):
         positioned = not embeds and model.position_layers[layer % len(model.position_layers)]

@@ -22,6 +22,7 @@ import torch
 import registry
 from experiments import evaluate, settings
 from experiments.callbacks import BEST, LAST, Checkpoints, Clock, Diverged, Progress, Record, Validate
+from experiments.checked import checked_task
 from experiments.model import Decoder, build
 from experiments.module import TrainingModule
 from experiments.runs.write import RunWriter
@@ -29,7 +30,6 @@ from experiments.tasks.contract import Task
 from registry import UserError
 
 PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed"}
-DEVICES = ("cpu", "cuda")
 
 
 def run_job(config: dict[str, Any], on_progress: Progress = lambda step, total, text: None) -> dict[str, Any]:
@@ -50,23 +50,20 @@ def run_job(config: dict[str, Any], on_progress: Progress = lambda step, total, 
 
 
 def prepare(config: Mapping[str, Any]) -> tuple[Task, Decoder]:
-    """The task, and the model as the seed initialises it. Raises UserError for what cannot be built."""
-    trainer = settings.Trainer(**config["trainer"])
-    for key, value, valid in (("precision", trainer.precision, PRECISIONS), ("device", trainer.device, DEVICES)):
-        if value not in valid:
-            raise UserError(f"trainer.{key} cannot be {value!r}.{registry.nearest(value, valid)}")
-    if trainer.device == "cuda" and not torch.cuda.is_available():
+    """The task, and the model as the seed initialises it. Raises UserError for what cannot be built, trained or tested."""
+    task, tests = checked_task(config)
+    if config["trainer"]["device"] == "cuda" and not torch.cuda.is_available():
         raise UserError("trainer.device=cuda, but torch sees no GPU here; use trainer.device=cpu")
-    for key in ("steps", "batch_size", "log_every", "validate_every", "validation_sequences", "checkpoint_every"):
-        if getattr(trainer, key) < 1:
-            raise UserError(f"trainer.{key} must be at least 1; got {getattr(trainer, key)}")
     torch.manual_seed(config["seed"])
     try:
-        task = registry.tasks.resolve(config["task"])
-        task.batch("train", task.length, 0, 1)
         model = build(config, task.vocab_size)
     except (ValueError, TypeError) as error:
         raise error if isinstance(error, UserError) else UserError(str(error)) from None
+    longest = max([task.length, *(test.length for test in tests)])
+    for scheme in {model.position, *(mixer.position for mixer in model.mixers())}:
+        limit = getattr(scheme, "max_positions", None)
+        if limit is not None and longest > limit:
+            raise UserError(f"position.max_positions={limit} is too small for the longest sequence, a test of {longest} tokens")
     return task, model
 
 
@@ -84,8 +81,7 @@ def train_and_test(
     )
     last = run.checkpoints / LAST
     if last.exists():
-        step = torch.load(last, map_location="cpu", weights_only=True)["global_step"]
-        run.truncate(step)
+        run.truncate(step_of(last))
     fit(trainer, module, last if last.exists() else None)
     clock.stop()
     scores = {}
@@ -103,7 +99,7 @@ def train_and_test(
         )
     lengths = sorted({test.length for test in task.evaluations(tuple(evaluation.multiples))})
     result = {
-        "metrics": {"validation/accuracy": validate.accuracy, "validation/loss": validate.best_loss, **evaluate.summary(scores, "test")},
+        "metrics": {"validation/accuracy": validate.accuracy, "validation/loss": validate.loss, **evaluate.summary(scores, "test")},
         "baselines": {
             test.name: evaluate.baselines(task, test, sequences=evaluation.sequences, reach=model.reach())
             for test in task.evaluations(tuple(evaluation.multiples))
@@ -115,6 +111,14 @@ def train_and_test(
         "implementations": implementations(model),
     }
     return result, pa.concat_tables([value.table for value in scores.values()], promote_options="default")
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step at which a checkpoint was saved. Raises UserError if it cannot be read."""
+    try:
+        return int(torch.load(checkpoint, map_location="cpu", weights_only=True)["global_step"])
+    except Exception as error:  # torch raises half a dozen kinds, each with a long story
+        raise UserError(f"{checkpoint} is damaged ({type(error).__name__}); remove it, and the run starts afresh") from None
 
 
 def make_trainer(chosen: settings.Trainer, callbacks: list[L.Callback], folder: Path | None, config: Mapping[str, Any]) -> L.Trainer:

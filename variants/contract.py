@@ -88,6 +88,8 @@ class Mixer(nn.Module):
         """Mix tokens over time. Raises ValueError for shapes that do not fit and for what the variant cannot honour."""
         context = context or Context()
         self._check(x, context, state)
+        if not x.numel():  # nothing came, and nothing changes
+            return MixerOutput(x, state, {})
         order = None
         if context.valid is not None:
             x, context, order = left_align(x, context)
@@ -135,7 +137,7 @@ class Mixer(nn.Module):
         """An empty cache for `batch` rows, on the parameters' device and in their dtype."""
         if not self.causal:
             raise ValueError(f"{type(self).__name__} with causal=False has no cache: every output depends on the future")
-        weight = next(self.parameters())
+        weight = next(self.parameters(), torch.empty(0))
         return State.empty(batch, weight.device).replace(**self.init_parts(batch, device=weight.device, dtype=weight.dtype))
 
     def flops(self, time: int) -> int:
@@ -164,6 +166,9 @@ class Mixer(nn.Module):
             part = getattr(context, kind)
             if part is not None and part.shape != x.shape[:2]:
                 raise ValueError(f"{name}: {kind} must be (batch, time) = {tuple(x.shape[:2])}; got {tuple(part.shape)}")
+        for part, kind in ((context.positions, "positions"), (context.segment_ids, "segment_ids")):
+            if part is not None and part.dtype not in (torch.int32, torch.int64):
+                raise ValueError(f"{name}: {kind} must be int32 or int64; got {part.dtype}")
         if context.valid is not None and context.valid.dtype != torch.bool:
             raise ValueError(f"{name}: valid must be boolean, True at real tokens; got {context.valid.dtype}")
         if state is not None and not self.causal:

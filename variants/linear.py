@@ -23,9 +23,6 @@ from variants.contract import Context, Mixer, NotApplicable, State, extent
 from variants.ops import decay, reference
 from variants.projections import Projections
 
-#: A denominator below this counts as this: with relu features a query may match no key at all.
-SMALLEST_SUM = 1e-6
-
 
 @variants.register("linear", time="T", state="1", hooks=("rotate",), implementations=("torch", "reference"))
 class Linear(Mixer):
@@ -87,14 +84,14 @@ class Linear(Mixer):
         elif self.turned:
             y, matrix = self.sum(*turned, v, before=before, after=after, initial=matrix)
             total, normaliser = self.sum(q, k, torch.ones_like(v[..., :1]), before=before, after=after, initial=normaliser)
-            y = y / total.clamp(min=SMALLEST_SUM)
+            y = _divide(y, total)
         else:
             # The denominator is what a value of 1 would give: one more column.
             initial = None if matrix is None or normaliser is None else torch.cat([matrix, normaliser], dim=-1)
             y, last = self.sum(q, k, nn.functional.pad(v, (0, 1), value=1.0), before=before, after=after, initial=initial)
             matrix, normaliser = torch.split(last, [self.head_dim, 1], dim=-1)
             y, total = torch.split(y, [self.head_dim, 1], dim=-1)
-            y = y / total.clamp(min=SMALLEST_SUM)
+            y = _divide(y, total)
         if state is not None:
             assert matrix is not None
             parts |= {"matrix": matrix} if normaliser is None else {"matrix": matrix, "normaliser": normaliser}
@@ -154,3 +151,9 @@ def softmax_features(x: Float[Tensor, "*shape channels"]) -> Float[Tensor, "*sha
 
 
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {"elu": elu_plus_one, "relu": nn.functional.relu, "softmax": softmax_features}
+
+
+def _divide(y: Tensor, total: Tensor) -> Tensor:
+    """y / total; 0, with no gradient, where a query matched no key at all, as it may with relu features."""
+    matched = total > 0
+    return torch.where(matched, y / torch.where(matched, total, 1.0), 0.0)

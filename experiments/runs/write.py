@@ -49,6 +49,10 @@ __all__ = [
 ]
 
 
+#: The checkpoint from which a run goes on.
+LAST = "last.ckpt"
+
+
 class AlreadyFinished(UserError):
     """The run has its result; nothing is written to it again."""
 
@@ -92,7 +96,7 @@ class RunWriter:
             run = cls(directory, claim)
             undo.callback(os.close, run._metrics)
             # With no checkpoint to go on from, the run starts afresh, and so do its rows.
-            run._truncate(math.inf if any(run.checkpoints.iterdir()) else -math.inf)
+            run._truncate(math.inf if (run.checkpoints / LAST).exists() else -math.inf)
             write_json(directory / "config.json", config)
             write_json(directory / "environment.json", finite(environment))
             _write_status(directory, "running")

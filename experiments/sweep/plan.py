@@ -20,7 +20,7 @@ from typing import Any
 
 from hydra.core.override_parser.types import Override
 
-import registry
+from experiments.checked import checked_task
 from experiments.config import parse, resolve, without
 from experiments.runs.identity import run_id
 from experiments.sweep.job import Job
@@ -75,7 +75,7 @@ def why_not(config: Mapping[str, Any], chosen: Sequence[str]) -> str:
     from variants.contract import NotApplicable
 
     try:
-        task = registry.tasks.resolve(config["task"])
+        task, _ = checked_task(config)
         on_meta(config, task.vocab_size)
     except NotApplicable as reason:
         return str(reason)

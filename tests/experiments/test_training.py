@@ -132,6 +132,37 @@ def test_a_killed_process_is_resumed_to_the_straight_run(straight, tmp_path):
     assert record(config)[1] == rows and same(weights, record(config)[2])
 
 
+@pytest.mark.parametrize("kept", ["last.ckpt", None])
+def test_a_run_broken_off_after_its_last_step_is_not_trained_further(tmp_path, kept):
+    words = ["trainer.stop_at=0", "trainer.steps=40"]
+    straight = run_job(tiny(tmp_path / "straight", *words))
+    config = tiny(tmp_path / "broken", *words)
+
+    def at_the_test(step: int, total: int, text: str) -> None:
+        if text.startswith("test"):
+            raise Stop
+
+    with pytest.raises(Stop):
+        run_job(config, at_the_test)
+    directory = Path(config["runs_dir"]) / config["study"] / run_id(config)
+    if kept is None:  # killed before the first checkpoint was in place: only the best one and a half-written one are there
+        (directory / "checkpoints" / "last.ckpt").rename(directory / "checkpoints" / "last.ckpt.tmp")
+    assert untimed(run_job(config)) == untimed(straight)
+    steps = [row["step"] for row in record(config)[1]]
+    assert steps == sorted(steps) == [1, 2, 3, 4, 4]
+
+
+@pytest.mark.parametrize("left", [0, 100])
+def test_a_damaged_checkpoint_is_named_with_what_to_do(tmp_path, left):
+    config = tiny(tmp_path)
+    with pytest.raises(Stop):
+        run_job(config, breaking_off_at(9, Stop))
+    last = Path(config["runs_dir"]) / config["study"] / run_id(config) / "checkpoints" / LAST
+    last.write_bytes(last.read_bytes()[:left])
+    with pytest.raises(UserError, match=r"last\.ckpt is damaged .* remove it"):
+        run_job(config)
+
+
 def test_a_checkpoint_loads_where_the_project_cannot_be_imported(straight, tmp_path):
     _, directory, _, _ = straight
     path = directory / "checkpoints" / LAST
@@ -174,7 +205,15 @@ def test_bf16_trains_in_autocast_with_parameters_in_fp32(tmp_path):
         (["trainer.device=tpu"], "cpu"),
         (["trainer.steps=0"], "trainer.steps must be at least 1"),
         (["model.pattern=[full]"], "never uses the variant"),
-        (["model.layers=0"], "model.layers must be positive"),
+        (["model.layers=0"], "model.layers must be at least 1"),
+        (["trainer.clip_norm=-1"], "trainer.clip_norm must be at least 0"),
+        (["optimizer.lr=-1"], "optimizer.lr must be at least 0"),
+        (["optimizer.betas=[0.9]"], "optimizer.betas must be two numbers"),
+        (["evaluation.multiples=[]"], "evaluation.multiples"),
+        (["evaluation.multiples=[0]"], "evaluation.multiples"),
+        (["evaluation.sequences=0"], "evaluation.sequences must be at least 1"),
+        (["position=learned", "position.max_positions=16"], "max_positions=16 is too small for the longest sequence, a test of 32 tokens"),
+        (["position=learned", "model.position_layers=[false]"], "cannot switch it off"),
         (["variant.impl=sdap"], "sdap"),
     ],
 )

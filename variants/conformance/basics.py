@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from registry import options, variants
 from variants.conformance.subject import Failed, Subject, changed, expect_close, kept, tokens
-from variants.contract import Mixer, MixerOutput, State
+from variants.contract import Mixer, MixerOutput, NotApplicable, State
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 HUGE = 1e4
@@ -39,6 +39,8 @@ def gradients_reach_every_parameter(subject: Subject) -> str:
     """From the outputs and the auxiliary losses together."""
     mixer = subject.build()
     parameters = trained(mixer)
+    if not parameters:
+        raise NotApplicable("it has no parameters")
     loss = _loss(mixer(tokens(2, subject.longest, mixer.dim)))
     for name, gradient in zip(parameters, torch.autograd.grad(loss, list(parameters.values()), allow_unused=True), strict=True):
         if gradient is None or not gradient.any():

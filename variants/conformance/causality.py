@@ -12,13 +12,16 @@ from variants.contract import NotApplicable
 #: Size of the tokens, and those of what one of them is changed to. Huge scores see through a mask that is only a large number.
 SCALES = ((1.0, (1.0, HUGE)), (HUGE, (HUGE,)))
 
+#: A length at which a leak would show that short sequences hide.
+LONG = 131
+
 
 @torch.no_grad()
 def changing_a_token_changes_no_earlier_output(subject: Subject) -> str:
     """Bitwise. Row i of a batch has one token changed and is compared with row i of an equal batch without: same kernels, same order."""
     mixer = subject.build(torch.float32)
     _require_causal(mixer.causal)
-    for time in subject.lengths:
+    for time in _lengths(subject):
         tried = places(subject, time)
         x = tokens(1, time, mixer.dim, dtype=torch.float32)
         new = tokens(1, 1, mixer.dim, dtype=torch.float32, seed=1)[0, 0]
@@ -34,17 +37,20 @@ def changing_a_token_changes_no_earlier_output(subject: Subject) -> str:
 
 
 def no_output_has_a_gradient_from_a_later_token(subject: Subject) -> str:
-    """Exactly zero, for the outputs of every place."""
+    """Exactly zero, for the outputs of every place; in training mode too, where other code may run."""
     mixer = subject.build()
     _require_causal(mixer.causal)
-    for time in subject.lengths:
+    for time, training in [*((time, False) for time in _lengths(subject)), (subject.longest, True)]:
         tried = places(subject, time)
-        gradient = input_gradients(mixer, time, tried)
+        gradient = input_gradients(mixer.train(training), time, tried)
         later = torch.arange(time) > torch.tensor(tried).unsqueeze(1)
         bad = (later & (gradient != 0)).nonzero()
         if len(bad):
             row, s = bad[0].tolist()
-            raise Failed(f"of {time} tokens: the gradient of output {tried[row]} from token {s} is {float(gradient[row, s]):.2g}, not 0")
+            mode = " in training mode" if training else ""
+            raise Failed(
+                f"of {time} tokens{mode}: the gradient of output {tried[row]} from token {s} is {float(gradient[row, s]):.2g}, not 0"
+            )
     return f"exactly 0; {subject.lengths_in_words()}"
 
 
@@ -72,6 +78,11 @@ def _expect_none_earlier(moved: Tensor, tried: list[int], time: int, how: str) -
     if len(bad):
         row, t = bad[0].tolist()
         raise Failed(f"of {time} tokens: changing token {tried[row]} {how} changes output {t}")
+
+
+def _lengths(subject: Subject) -> tuple[int, ...]:
+    """The lengths to try, and one beyond them for what a variant may do to long sequences only."""
+    return subject.lengths if subject.fast or subject.longest > LONG else (*subject.lengths, LONG)
 
 
 def _require_causal(causal: bool) -> None:

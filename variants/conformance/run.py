@@ -102,18 +102,24 @@ def subjects_of(name: str, options: Mapping[str, Any], *, fast: bool = False) ->
     choices += [convolved] if convolved else []
     if cls.bidirectional and "causal" not in options:
         choices.append({"causal": False, **convolved})  # together, because the convolution looks ahead then
-    return [given, *(replace(given, arguments={**given.arguments, **choice}, label=_in_words(choice)) for choice in choices)]
+    forms = [replace(given, arguments={**given.arguments, **choice}, label=_in_words(choice)) for choice in choices]
+    return [given, *filter(_can_be_built, forms)]
+
+
+def _can_be_built(subject: Subject) -> bool:
+    """Whether a form that nobody asked for exists: an odd head_dim has no rotary one."""
+    try:
+        subject.build()
+    except ValueError:
+        return False
+    return True
 
 
 def _with_small_blocks(given: Subject) -> Subject:
     """The same with blocks of FAST_BLOCK where their size was left open, if the variant can be built so."""
     sizes = {name: FAST_BLOCK for name in BLOCK_ATTRIBUTES if given.takes(name) and name not in given.arguments}
     small = replace(given, arguments={**given.arguments, **sizes}, label=f"with {_in_words(sizes)}" if sizes else given.label)
-    try:
-        small.build()
-    except ValueError:
-        return given
-    return small
+    return small if _can_be_built(small) else given
 
 
 def _in_words(arguments: Mapping[str, Any]) -> str:

@@ -36,6 +36,7 @@ class Learned(Scheme):
         super().__init__(head_dim, heads, dim)
         if max_positions < 1:
             raise ValueError(f"Learned: max_positions must be positive; got {max_positions}")
+        self.max_positions = max_positions
         self.table = nn.Parameter(torch.empty(max_positions, dim))
         self.reset_parameters()
 

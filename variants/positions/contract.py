@@ -28,6 +28,8 @@ class Scheme(nn.Module):
     hooks: ClassVar[tuple[str, ...]] = ()
     #: Whether frequencies depend on the sequence's length. Keys are then cached un-rotated.
     length_dependent: ClassVar[bool] = False
+    #: Positions at and above this raise; None: there is no end to them.
+    max_positions: int | None = None
     #: A factor on the attention logits.
     logit_scale: float = 1.0
 

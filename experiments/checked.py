@@ -1,0 +1,55 @@
+"""What a schema cannot say: settings that are of the right type and still cannot be trained or tested."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import registry
+from experiments.tasks.contract import Evaluation, Task
+from registry import UserError
+
+CHOICES = {"trainer": {"precision": ("fp32", "bf16"), "device": ("cpu", "cuda")}}
+AT_LEAST: dict[str, dict[str, float]] = {
+    "model": {"dim": 1, "layers": 1, "heads": 1, "mlp_ratio": 0, "dropout": 0},
+    "optimizer": {"lr": 0, "weight_decay": 0, "warmup_steps": 0, "final_lr_ratio": 0},
+    "trainer": {
+        **{"steps": 1, "batch_size": 1, "clip_norm": 0},
+        **{"log_every": 1, "validate_every": 1, "validation_sequences": 1, "checkpoint_every": 1},
+    },
+    "evaluation": {"sequences": 1, "batch_tokens": 1},
+    "executor": {"processes": 1, "threads": 1},
+}
+
+
+def checked_task(config: Mapping[str, Any]) -> tuple[Task, list[Evaluation]]:
+    """The task of a config and its test sets, every one of which has been asked for a sequence. Raises UserError for what cannot be."""
+    check_settings(config)
+    try:
+        task: Task = registry.tasks.resolve(config["task"])
+        tests = task.evaluations(tuple(config["evaluation"]["multiples"]))
+        task.batch("train", task.length, 0, 1)
+        for test in tests:
+            task.batch("test", test.length, 0, 1, **test.difficulty)
+    except (ValueError, TypeError) as error:
+        raise error if isinstance(error, UserError) else UserError(str(error)) from None
+    return task, tests
+
+
+def check_settings(config: Mapping[str, Any]) -> None:
+    """Raises UserError for a value out of range, naming its key."""
+    for group, keys in CHOICES.items():
+        for key, valid in keys.items():
+            if config[group][key] not in valid:
+                raise UserError(f"{group}.{key} cannot be {config[group][key]!r}.{registry.nearest(config[group][key], valid)}")
+    for group, least in AT_LEAST.items():
+        for key, bound in least.items():
+            if config[group][key] < bound:
+                raise UserError(f"{group}.{key} must be at least {bound}; got {config[group][key]}")
+    multiples, betas = config["evaluation"]["multiples"], config["optimizer"]["betas"]
+    if not multiples or min(multiples) < 1:
+        raise UserError(f"evaluation.multiples must be whole numbers from 1, one at least; got {multiples}")
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise UserError(f"optimizer.betas must be two numbers from 0, below 1; got {betas}")
+    if config["model"]["dropout"] >= 1:
+        raise UserError(f"model.dropout must be below 1; got {config['model']['dropout']}")
