@@ -20,6 +20,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import logging
 import re
 import sys
 import typing
@@ -189,6 +190,7 @@ tasks = Registry("tasks", "experiments/tasks")
 
 #: Plug-ins that could not be imported: where they were asked for -> why.
 unavailable: dict[str, str] = {}
+_told: set[str] = set()
 _entry_points_loaded = False
 
 
@@ -226,9 +228,13 @@ def _load(source: str, importer: Callable[[], object]) -> None:
     registries = (variants, positions, tasks)
     before = [registry._snapshot() for registry in registries]
     try:
-        importer()
-    except Exception as error:  # a stranger's file may raise anything at all, and must break nothing else
+        with contextlib.redirect_stdout(sys.stderr):  # standard output is for what was asked for
+            importer()
+    except (Exception, SystemExit) as error:  # a stranger's file may raise anything at all, and must break nothing else
         unavailable[source] = f"{type(error).__name__}: {_first_line(str(error))}"
+        if source not in _told:
+            _told.add(source)
+            logging.getLogger("attnlab").warning("plug-in %s is unavailable: %s", source, unavailable[source])
         for registry, (entries, classes) in zip(registries, before, strict=True):
             registry._entries, registry._classes = entries, classes
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,8 @@ import registry
 from experiments.tasks.contract import Evaluation, Task
 from registry import UserError
 
+#: Names of studies: no separators, no dot at the front.
+FOLDER = re.compile(r"\w[\w .+-]*")
 CHOICES = {"trainer": {"precision": ("fp32", "bf16"), "device": ("cpu", "cuda")}}
 AT_LEAST: dict[str, dict[str, float]] = {
     "model": {"dim": 1, "layers": 1, "heads": 1, "mlp_ratio": 0, "dropout": 0},
@@ -46,6 +49,13 @@ def check_settings(config: Mapping[str, Any]) -> None:
         for key, bound in least.items():
             if config[group][key] < bound:
                 raise UserError(f"{group}.{key} must be at least {bound}; got {config[group][key]}")
+    if not FOLDER.fullmatch(str(config["study"])) or not config["runs_dir"]:
+        raise UserError(f"study={config['study']!r} and runs_dir={config['runs_dir']!r}: a study is the name of one folder in runs_dir")
+    if not 0 <= config["seed"] < 2**63:
+        raise UserError(f"seed must lie between 0 and 2^63 - 1; got {config['seed']}")
+    stop_at = config["trainer"]["stop_at"]
+    if stop_at is not None and not 0 <= stop_at <= 1:
+        raise UserError(f"trainer.stop_at must be an accuracy from 0 to 1, or null to train all steps; got {stop_at}")
     multiples, betas = config["evaluation"]["multiples"], config["optimizer"]["betas"]
     if not multiples or min(multiples) < 1:
         raise UserError(f"evaluation.multiples must be whole numbers from 1, one at least; got {multiples}")

@@ -47,6 +47,8 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
             fail("interrupted; what was finished is kept, and the same command goes on from there", 130)
         except UserError as error:
             fail(str(error), 2)
+        except EOFError:
+            fail("a process of this sweep ended unexpectedly; the same command goes on from what was finished", 1)
         except BrokenPipeError:
             sys.stderr.close()
             sys.exit(1)
@@ -133,7 +135,7 @@ def compare(
     study: Study,
     by: Annotated[str | None, typer.Option(help="Config keys that make a group, comma separated (default: what varies).")] = None,
     metric: Annotated[str | None, typer.Option(help="Metrics, comma separated (default: accuracy on every test set).")] = None,
-    baseline: Annotated[str | None, typer.Option(help="The group to compare with, such as variant.name=full.")] = None,
+    baseline: Annotated[str | None, typer.Option(help="The group to compare with, such as variant=full.")] = None,
     table: Annotated[str, typer.Option("--format", help="text, csv or latex.")] = "text",
     runs_dir: RunsDir = RUNS,
     as_json: Json = False,

@@ -48,7 +48,9 @@ def parse(words: Sequence[str]) -> list[Override]:
         try:
             override = OverridesParser.create().parse_override(word)
         except HydraException:
-            raise UserError(f"cannot read {word!r}; an override is written key=value, a sweep key=a,b,c") from None
+            raise UserError(
+                f"cannot read {word!r}; an override is written key=value, a sweep key=a,b,c, special characters in quotes"
+            ) from None
         if word[0] in "+~":
             raise UserError(f"{word!r}: keys are neither added nor deleted here; write key=value for a key of the schema")
         key = override.key_or_group
@@ -57,6 +59,9 @@ def parse(words: Sequence[str]) -> list[Override]:
         group, _, rest = key.partition(".")
         if rest == "name" and group in (*REGISTRIES, *SCHEMAS):
             raise UserError(f"{word!r} would change the name and keep the options of another; write {group}={override.value()}")
+        if key in (*REGISTRIES, *SCHEMAS) and not override.is_sweep_override() and not isinstance(override.value(), str):
+            valid = REGISTRIES[key].names() if key in REGISTRIES else [SCHEMAS[key].name]
+            raise UserError(f"{word!r}: {key} is chosen by name.{nearest(str(override.value()), valid)}")
         overrides.append(override)
     return overrides
 

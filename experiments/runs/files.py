@@ -75,10 +75,14 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a file; None where there is none, or only a part of one."""
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(path.read_bytes(), parse_constant=_refuse)
     except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def finite(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -85,13 +85,14 @@ def runs(study_dir: Path | str) -> list[Run]:
     """
     begun = [_run(directory) for directory in _directories(study_dir)]
     known = {run.run_id for run in begun}
-    planned = (_manifest(study_dir).get("runs") or {}).items()
-    return begun + [Run(run_id, "planned", " ".join(plan.get("overrides", ()))) for run_id, plan in planned if run_id not in known]
+    return begun + [
+        _without_config(study_dir, run_id, plan) for run_id, plan in _manifest(study_dir)["runs"].items() if run_id not in known
+    ]
 
 
 def not_applicable(study_dir: Path | str) -> list[tuple[str, str]]:
     """The combinations that the sweep left out because they have no meaning: overrides, and why."""
-    return [(" ".join(entry.get("overrides", ())), entry.get("reason", "")) for entry in _manifest(study_dir).get("dropped") or ()]
+    return [(" ".join(entry.get("overrides", ())), entry.get("reason", "")) for entry in _manifest(study_dir)["dropped"]]
 
 
 def table(found: Iterable[Run]) -> pyarrow.Table:
@@ -141,14 +142,19 @@ def evaluations(study_dir: Path | str, sql: str = "SELECT * FROM evaluation") ->
         # A literal, because a view takes no parameters.
         paths = ", ".join(_quoted(file) for file in files)
         source = f"read_parquet([{paths}], union_by_name = true, filename = true)"
-        connection.execute(
-            "CREATE VIEW evaluation AS SELECT parse_filename(parse_dirpath(filename)) AS run_id, * EXCLUDE (filename) FROM " + source
+        _run_sql(
+            connection,
+            "CREATE VIEW evaluation AS SELECT parse_filename(parse_dirpath(filename)) AS run_id, * EXCLUDE (filename) FROM " + source,
         )
     else:
         columns = ", ".join(f'"{name}" {kind}' for name, kind in EVALUATION_COLUMNS.items())
         connection.execute(f"CREATE TABLE evaluation ({columns})")
+    return _run_sql(connection, sql).to_arrow_table()
+
+
+def _run_sql(connection: duckdb.DuckDBPyConnection, sql: str) -> duckdb.DuckDBPyConnection:
     try:
-        return connection.sql(sql).to_arrow_table()
+        return connection.execute(sql)
     except duckdb.Error as error:
         raise UserError(f"the query cannot be answered: {str(error).splitlines()[0]}") from error
 
@@ -165,7 +171,9 @@ def _directories(study_dir: Path | str) -> list[Path]:
 def _manifest(study_dir: Path | str) -> dict[str, Any]:
     root = Path(study_dir).resolve()
     _inside(root, root / MANIFEST)
-    return read_json(root / MANIFEST) or {}
+    found = read_json(root / MANIFEST) or {}
+    runs, dropped = found.get("runs"), found.get("dropped")
+    return {"runs": runs if isinstance(runs, dict) else {}, "dropped": dropped if isinstance(dropped, list) else []}
 
 
 def _inside(root: Path, path: Path) -> bool:
@@ -190,6 +198,13 @@ def _run(directory: Path) -> Run:
     status = status_of(directory)
     result = read_json(directory / RESULT) if status.status == "finished" else None
     return Run(directory.name, status.status, status.reason, config, result or {})
+
+
+def _without_config(study_dir: Path | str, run_id: str, plan: Mapping[str, Any]) -> Run:
+    """A run of the plan that never wrote its config: not begun, or ended before it could."""
+    status = status_of(Path(study_dir) / run_id)
+    overrides = " ".join(plan.get("overrides", ()))
+    return Run(run_id, status.status, f"{overrides} ({status.reason})" if status.reason else overrides)
 
 
 def _row(run: Run) -> dict[str, Any]:

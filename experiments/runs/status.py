@@ -29,7 +29,7 @@ class Status:
 
 def is_finished(directory: Path) -> bool:
     """Whether the run has a result that can be read; nothing else makes it finished."""
-    return read_json(directory / RESULT) is not None
+    return bool(read_json(directory / RESULT))
 
 
 def status_of(directory: Path) -> Status:

@@ -52,7 +52,8 @@ def status(directory: Path) -> dict[str, Any]:
     """
     manifest = read_json(directory / MANIFEST) or {}
     found = {path.parent.name for path in directory.glob("*/config.json")}
-    run_ids = [*manifest.get("runs", {}), *sorted(found - set(manifest.get("runs", {})))]
+    planned = manifest["runs"] if isinstance(manifest.get("runs"), dict) else {}
+    run_ids = [*planned, *sorted(found - set(planned))]
     if not run_ids:
         studies = [path.name for path in directory.parent.glob("*/") if path.is_dir()]
         raise UserError(f"no study {directory.name!r} in {directory.parent}.{nearest(directory.name, studies)}")

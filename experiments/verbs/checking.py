@@ -21,6 +21,8 @@ STYLES = {"passed": "green", "failed": "bold red", "not applicable": "dim"}
 
 def check(name: str, words: Sequence[str], *, fast: bool, report: Callable[[Any], None] | None) -> None:
     """Judge a variant and show each property. Leaves with 1 if one failed."""
+    if name not in registry.variants.names() and name in registry.positions.names():
+        raise UserError(f"{name!r} is a position scheme; it is checked under a variant: attnlab check full position={name}")
     console = Console(stderr=True)
     options = _options(name, words)
     with console.status(f"checking {name}") as progress:

@@ -38,10 +38,9 @@ def train(words: Sequence[str], report: Report | None) -> None:
     for name, value in result["metrics"].items():
         if name.endswith("/accuracy"):
             print(f"{name:32} {value:.4f}")
-    counts = result["counts"]
-    print(
-        f"{result['stopped']} after {counts['steps']} steps, {result['costs']['tokens_per_second']:,.0f} tokens/s; record: {job.directory}"
-    )
+    steps = result["counts"]["steps"]
+    ended = f"solved after {steps} steps" if result["stopped"] == "solved" else f"not solved in the budget of {steps} steps"
+    print(f"{ended}, {result['costs']['tokens_per_second']:,.0f} tokens/s, in {job.directory}")
 
 
 def _train(config: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ SMALL = [
     *("trainer.validation_sequences=2", "evaluation.sequences=2", "evaluation.multiples=[1]"),
 ]
 #: Commands that each have a test of their own.
-ELSEWHERE = ("make ", "source ", "pip ")
+ELSEWHERE = ("make ", "source ", "pip ", "attnlab bench")
 
 
 def commands() -> list[str]:
@@ -38,7 +38,8 @@ def folder(tmp_path_factory):
     """A folder with what the documents speak of: the leaky variant and a finished quickstart."""
     path = tmp_path_factory.mktemp("documents")
     text = (registry.ROOT / "docs" / "add-a-variant.md").read_text()
-    (path / "leaky.py").write_text(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)[0])
+    for name, block in zip(("leaky.py", "slope.py"), re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL), strict=True):
+        (path / name).write_text(block)
     run("attnlab sweep experiment=quickstart", path)
     return path
 
@@ -53,6 +54,8 @@ def run(command: str, cwd: Path) -> str:
             words += ["seed=0"]
     if words[0] == "check":
         words.append("--fast")
+    if words[0] == "bench":
+        words += ["--repeats", "1"]
     with contextlib.chdir(cwd):
         done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, f"{command}\n{done.stdout}\n{done.stderr}\n{done.exception!r}"
