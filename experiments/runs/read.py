@@ -138,23 +138,18 @@ def evaluations(study_dir: Path | str, sql: str = "SELECT * FROM evaluation") ->
     root, files = _files(study_dir, EVALUATION, [path for path in _directories(study_dir) if path.name in finished])
     connection = _connect(root)
     connection.register("runs", table(found))
+    columns = ", ".join(f'"{name}" {kind}' for name, kind in EVALUATION_COLUMNS.items())
+    source = f"CREATE TABLE evaluation ({columns})"
     if files:
         # A literal, because a view takes no parameters.
         paths = ", ".join(_quoted(file) for file in files)
-        source = f"read_parquet([{paths}], union_by_name = true, filename = true)"
-        _run_sql(
-            connection,
-            "CREATE VIEW evaluation AS SELECT parse_filename(parse_dirpath(filename)) AS run_id, * EXCLUDE (filename) FROM " + source,
+        source = (
+            "CREATE VIEW evaluation AS SELECT parse_filename(parse_dirpath(filename)) AS run_id, * EXCLUDE (filename) "
+            f"FROM read_parquet([{paths}], union_by_name = true, filename = true)"
         )
-    else:
-        columns = ", ".join(f'"{name}" {kind}' for name, kind in EVALUATION_COLUMNS.items())
-        connection.execute(f"CREATE TABLE evaluation ({columns})")
-    return _run_sql(connection, sql).to_arrow_table()
-
-
-def _run_sql(connection: duckdb.DuckDBPyConnection, sql: str) -> duckdb.DuckDBPyConnection:
     try:
-        return connection.execute(sql)
+        connection.execute(source)
+        return connection.sql(sql).to_arrow_table()
     except duckdb.Error as error:
         raise UserError(f"the query cannot be answered: {str(error).splitlines()[0]}") from error
 
