@@ -100,7 +100,9 @@ def test_a_module_registers_by_name(tmp_path, monkeypatch):
     assert "by_module" in variants.names()
 
 
-@pytest.mark.parametrize("error", ["RuntimeError('no driver')", "OSError('libcudart.so.99')", "ImportError('no module')", "KeyError('x')"])
+@pytest.mark.parametrize(
+    "error", ["RuntimeError('no driver')", "OSError('libcudart.so.99')", "ImportError('no module')", "KeyError('x')", "SystemExit(0)"]
+)
 def test_a_plugin_that_fails_leaves_nothing_behind_and_says_why(tmp_path, error):
     file = write(tmp_path / "broken.py", GOOD.format(name="half") + f"\nraise {error}\n")
     good = write(tmp_path / "good.py", GOOD.format(name="good"))
@@ -111,8 +113,17 @@ def test_a_plugin_that_fails_leaves_nothing_behind_and_says_why(tmp_path, error)
         variants.get("half")
 
 
-def test_a_plugin_that_is_not_there_is_unavailable():
-    registry.load_plugins(["/nowhere/at_all.py", "no_such_module_anywhere"])
+def test_what_a_plugin_prints_stays_off_standard_output(tmp_path, capsys):
+    registry.load_plugins([write(tmp_path / "noisy.py", "print('noise')")])
+    assert capsys.readouterr() == ("", "noise\n")
+
+
+def test_a_plugin_that_is_not_there_is_unavailable_and_said_to_be_once(caplog):
+    for _ in range(2):
+        registry.load_plugins(["/nowhere/at_all.py", "no_such_module_anywhere"])
+    assert [record.getMessage() for record in caplog.records].count(
+        "plug-in /nowhere/at_all.py is unavailable: FileNotFoundError: no file /nowhere/at_all.py"
+    ) == 1
     assert "no file" in registry.unavailable["/nowhere/at_all.py"]
     assert "no_such_module_anywhere" in registry.unavailable
 

@@ -10,7 +10,7 @@ from registry import UnknownOption, variants
 from tests.variants import oracles
 from tests.variants.schemes import Stretched
 from variants.contract import Context, NotApplicable
-from variants.linear import FEATURE_MAPS
+from variants.linear import FEATURE_MAPS, _divide
 
 
 def heads_of(mixer, x: Tensor) -> list[Tensor]:
@@ -157,3 +157,20 @@ def test_what_it_cannot_do_is_refused() -> None:
         variants.build("linear", dim=8, heads=2, feature_map="exp")
     with pytest.raises(UnknownOption, match="norm cannot be 'none'"):
         variants.build("linear", dim=8, heads=2, norm="none")
+
+
+@pytest.mark.parametrize("scale", [1, 10, 30])
+def test_rows_of_tiny_features_still_sum_to_one(scale) -> None:
+    torch.manual_seed(0)
+    mixer = variants.build("linear", dim=8, heads=8)  # one channel a head: a feature may be as small as exp(-scale)
+    q, k = (-scale * torch.rand(1, 8, 20, 1) for _ in range(2))
+    phi = FEATURE_MAPS["elu"]
+    y, _ = mixer.sum(phi(q), phi(k), torch.ones(1, 8, 20, 2), before=None, after=None, initial=None)
+    torch.testing.assert_close(_divide(*y.split(1, -1)), torch.ones(1, 8, 20, 1))
+
+
+def test_nothing_in_gives_nothing_out_and_leaves_the_state() -> None:
+    mixer = variants.build("linear", dim=8, heads=2)
+    state = mixer.init_state(2)
+    output = mixer(torch.randn(2, 0, 8), state=state)
+    assert output.y.shape == (2, 0, 8) and output.state is state

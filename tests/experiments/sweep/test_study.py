@@ -48,7 +48,7 @@ def test_status_counts_every_run_planned_ones_and_those_outside_the_plan(tmp_pat
     record_plan(tmp_path / "toy", [planned, failed])
     mark(failed.directory, "failed", "why")
     with RunWriter.open(tmp_path / "toy", unplanned.config, {}) as run:
-        run.finish({})
+        run.finish({"accuracy": 1.0})
     found = status(tmp_path / "toy")
     assert found["study"] == "toy"
     assert found["counts"] == {"planned": 1, "running": 0, "finished": 1, "failed": 1, "diverged": 0, "interrupted": 0}

@@ -47,7 +47,7 @@ def carry_out(config, on_progress):
         print("the run speaks")
         result = DEEDS[deed](run, folder)
         if deed != "diverge":
-            run.finish(result or {})
+            run.finish(result or {"done": True})
     return {}
 
 

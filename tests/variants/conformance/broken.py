@@ -135,6 +135,22 @@ class LeakByGradient(Mean):
         return y + (future - future.detach()), parts, aux
 
 
+class LeakInTraining(Mean):
+    """Causal wherever it is evaluated."""
+
+    def mix(self, x, context, state):
+        y, parts, aux = super().mix(x, context, state)
+        return y + x.flip(1) if self.training else y, parts, aux
+
+
+class LeakWhenLong(Mean):
+    """Sees one token too far, in long sequences only."""
+
+    def mask(self, number, context):
+        mask = super().mask(number, context)
+        return mask | mask.roll(-1, dims=1) if number.shape[1] > 64 else mask
+
+
 class ReachUnderstated(WindowMean):
     """Forgets that the window begins window - 1 tokens back."""
 

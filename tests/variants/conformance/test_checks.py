@@ -132,6 +132,9 @@ BROKEN = [
         "2 equal tokens, but the outputs differ from the first one: output 1",
     ),
     (broken.ImplementationsDisagree, declared.implementations_agree, "2 tokens: torch differs from reference"),
+    (broken.LeakInTraining, causality.no_output_has_a_gradient_from_a_later_token, "tokens in training mode: the gradient of output"),
+    (broken.LeakWhenLong, causality.changing_a_token_changes_no_earlier_output, "of 131 tokens: changing token"),
+    (broken.LeakWhenLong, causality.no_output_has_a_gradient_from_a_later_token, "of 131 tokens: the gradient of output"),
     (broken.Crash, basics.gradients_reach_every_parameter, "RuntimeError: no such kernel$"),
 ]
 

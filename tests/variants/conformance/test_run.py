@@ -12,7 +12,7 @@ from variants.conformance import Outcome, as_json, check, pytest_cases
 from variants.conformance.checks import PROPERTIES, sentence
 from variants.conformance.run import subjects_of
 from variants.conformance.subject import Subject
-from variants.contract import NotApplicable
+from variants.contract import Mixer, NotApplicable
 from variants.positions.contract import Scheme
 
 #: Leaves no choice open: one form, a quarter of the time.
@@ -186,3 +186,31 @@ def test_a_variant_that_refuses_everything_is_not_called_passed(toy):
 
 def _labels(subjects):
     return [subject.label for subject in subjects]
+
+
+def test_a_form_that_nobody_asked_for_and_cannot_be_built_is_left_out():
+    labels = [subject.label for subject in subjects_of("full", {"dim": 15, "heads": 3}, fast=True)]
+    assert labels and not any("rope" in label for label in labels)
+
+
+def test_a_mixer_without_parameters_is_judged_like_any_other(toy):
+    class Sum(Mixer):
+        """The sum of the past."""
+
+        def mix(self, x, context, state):
+            total = x.cumsum(1) if state is None else x.cumsum(1) + state["total"].unsqueeze(1)
+            return total, {"total": total[:, -1]}, {}
+
+        def init_parts(self, batch, **like):
+            return {"total": torch.zeros(batch, self.dim, dtype=torch.float64)}
+
+        def flops(self, time):
+            return time * self.dim
+
+        def state_elements(self, time):
+            return self.dim
+
+    toy(Sum)
+    outcomes = {outcome.property: outcome.status for outcome in check("toy", options={"position": None}, fast=True)}
+    assert outcomes["gradients reach every parameter"] == "not applicable"
+    assert outcomes["the state has the declared size"] == "passed"
