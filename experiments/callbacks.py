@@ -59,7 +59,7 @@ class Clock(L.Callback):
 
 
 class Record(L.Callback):
-    """Writes training metrics to the run record and to any other logger, tells the progress bar, and stops a run that diverged."""
+    """Writes training metrics to the run record, tells the progress bar, and stops a run that diverged."""
 
     def __init__(self, run: RunWriter, clock: Clock, on_progress: Progress):
         self.run, self.clock, self.on_progress = run, clock, on_progress
@@ -77,8 +77,6 @@ class Record(L.Callback):
     def write(self, trainer: L.Trainer, module: TrainingModule, metrics: dict[str, float]) -> None:
         """One row of the record."""
         self.run.log(step=trainer.global_step, tokens=module.tokens_seen, seconds=round(self.clock.now(), 4), **metrics)
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, trainer.global_step)
 
 
 class Validate(L.Callback):

@@ -36,7 +36,6 @@ SCHEMAS: dict[str, Any] = {
     "optimizer": settings.Optimizer,
     "trainer": settings.Trainer,
     "evaluation": settings.Evaluation,
-    "logger": settings.Logger,
     "executor": settings.Executor,
 }
 

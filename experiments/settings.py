@@ -78,13 +78,6 @@ class Evaluation:
 
 
 @dataclass
-class Logger:
-    """An extra sink for metrics; the run record is always written."""
-
-    name: str = "none"
-
-
-@dataclass
 class Executor:
     """Where a sweep's runs go."""
 
@@ -111,7 +104,6 @@ class Run:
     optimizer: Optimizer = field(default_factory=Optimizer)
     trainer: Trainer = field(default_factory=Trainer)
     evaluation: Evaluation = field(default_factory=Evaluation)
-    logger: Logger = field(default_factory=Logger)
     executor: Executor = field(default_factory=Executor)
     #: What `attnlab sweep` varies: key -> choices; a choice may carry overrides of its own ("sliding_window variant.window=8").
     sweep: dict[str, Any] = field(default_factory=dict)

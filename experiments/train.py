@@ -76,16 +76,15 @@ def train_and_test(
     clock = Clock()
     record = Record(run, clock, on_progress)
     validate = Validate(record, chosen, evaluation)
-    trainer = make_trainer(
-        chosen, [clock, record, validate, Checkpoints(run.checkpoints, chosen.checkpoint_every, validate)], run.directory, config
-    )
+    trainer = make_trainer(chosen, [clock, record, validate, Checkpoints(run.checkpoints, chosen.checkpoint_every, validate)])
     last = run.checkpoints / LAST
     if last.exists():
         run.truncate(step_of(last))
     fit(trainer, module, last if last.exists() else None)
     clock.stop()
+    tests = task.evaluations(tuple(evaluation.multiples))
     scores = {}
-    for test in task.evaluations(tuple(evaluation.multiples)):
+    for test in tests:
         on_progress(trainer.global_step, chosen.steps, f"test {test.name}")
         scores[test.name] = evaluate.score(
             model,
@@ -97,14 +96,10 @@ def train_and_test(
             device=chosen.device,
             precision=chosen.precision,
         )
-    lengths = sorted({test.length for test in task.evaluations(tuple(evaluation.multiples))})
     result = {
         "metrics": {"validation/accuracy": validate.accuracy, "validation/loss": validate.loss, **evaluate.summary(scores, "test")},
-        "baselines": {
-            test.name: evaluate.baselines(task, test, sequences=evaluation.sequences, reach=model.reach())
-            for test in task.evaluations(tuple(evaluation.multiples))
-        },
-        "costs": costs(model, task, module, clock.seconds, lengths),
+        "baselines": {test.name: evaluate.baselines(task, test, sequences=evaluation.sequences, reach=model.reach()) for test in tests},
+        "costs": costs(model, task, module, clock.seconds, sorted({test.length for test in tests})),
         "counts": {"steps": trainer.global_step, "tokens": module.tokens_seen, "sequences": trainer.global_step * chosen.batch_size},
         "stopped": "solved" if validate.solved_at is not None else "budget",
         "steps_to_solve": validate.solved_at,
@@ -121,7 +116,7 @@ def step_of(checkpoint: Path) -> int:
         raise UserError(f"{checkpoint} is damaged ({type(error).__name__}); remove it, and the run starts afresh") from None
 
 
-def make_trainer(chosen: settings.Trainer, callbacks: list[L.Callback], folder: Path | None, config: Mapping[str, Any]) -> L.Trainer:
+def make_trainer(chosen: settings.Trainer, callbacks: list[L.Callback]) -> L.Trainer:
     """Lightning's trainer, with its own logging, checkpoints, bars and validation schedule switched off: the callbacks do these."""
     quiet()
     # Deterministic kernels are wanted. Filling fresh memory, which comes with them, costs a tenth of a step and changes no result.
@@ -132,13 +127,11 @@ def make_trainer(chosen: settings.Trainer, callbacks: list[L.Callback], folder: 
         devices=1,
         precision=PRECISIONS[chosen.precision],  # type: ignore[arg-type]
         callbacks=callbacks,
-        logger=loggers(settings.Logger(**config["logger"])),
-        default_root_dir=folder,
+        logger=False,
         deterministic=True if chosen.device == "cpu" else None,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        barebones=False,
     )
 
 
@@ -150,13 +143,6 @@ def fit(trainer: L.Trainer, module: TrainingModule, checkpoint: Path | None) -> 
         if isinstance(left.__context__, KeyboardInterrupt):
             raise left.__context__ from None
         raise
-
-
-def loggers(chosen: settings.Logger) -> Any:
-    """The extra sinks named in the config."""
-    if chosen.name == "none":
-        return False
-    raise UserError(f"no logger is named {chosen.name!r}. Valid: none")
 
 
 def costs(model: Decoder, task: Task, module: TrainingModule, seconds: float, lengths: list[int]) -> dict[str, Any]:

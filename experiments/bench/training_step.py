@@ -60,7 +60,7 @@ def harness(config: dict[str, Any], steps: int) -> list[float]:
     chosen = settings.Trainer(**{**config["trainer"], "steps": steps + 4})
     module = TrainingModule(model, task, seed=0, optimizer=settings.Optimizer(**config["optimizer"]), trainer=chosen)
     times = StepTimes()
-    make_trainer(chosen, [times], None, config).fit(module)
+    make_trainer(chosen, [times]).fit(module)
     return times.seconds()
 
 
