@@ -200,10 +200,12 @@ def _absolute(plugin: str) -> str:
 
 def study_dir(study: str, runs_dir: Path) -> Path:
     """The folder of a study given by name or path. Raises UserError with the nearest study there is."""
+    from experiments.runs.status import MANIFEST
+
     for folder in (Path(study), runs_dir / study):
-        if (folder / "study.json").is_file() or any(folder.glob("*/config.json")):
+        if (folder / MANIFEST).is_file() or any(folder.glob("*/config.json")):
             return folder
-    there = [folder.parent.name for folder in runs_dir.glob("*/study.json")] if runs_dir.is_dir() else []
+    there = [folder.parent.name for folder in runs_dir.glob(f"*/{MANIFEST}")] if runs_dir.is_dir() else []
     raise UserError(f"no study {study!r} under {runs_dir}.{registry.nearest(study, there)}")
 
 

@@ -11,8 +11,8 @@ import pyarrow as pa
 import torch
 import torch.nn.functional as F
 from numpy import ndarray
+from torch import nn
 
-from experiments.model import Decoder
 from experiments.module import as_tensors
 from experiments.tasks.contract import IGNORE, Evaluation, Examples, Task
 
@@ -29,7 +29,7 @@ class Score:
 
 @torch.no_grad()
 def score(
-    model: Decoder,
+    model: nn.Module,
     task: Task,
     split: str,
     evaluation: Evaluation,
@@ -39,7 +39,7 @@ def score(
     device: str = "cpu",
     precision: str = "fp32",
 ) -> Score:
-    """Run `model` over the first `sequences` sequences of a split."""
+    """Run `model`, called as a Decoder is, over the first `sequences` sequences of a split."""
     was_training = model.training
     model.eval()
     tables = []

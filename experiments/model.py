@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import registry
 from experiments import settings
+from experiments.tasks.contract import Evaluation, Task
 from registry import UserError
 from variants.contract import Context, Mixer, State, advance, default_positions, left_align
 
@@ -212,3 +213,12 @@ def on_meta(config: Mapping[str, Any], vocab_size: int) -> Decoder:
     """The same model without memory or numbers: to see whether it can be built, and to count its parameters."""
     with torch.device("meta"):
         return build(config, vocab_size)
+
+
+def require_positions(model: Decoder, task: Task, tests: Sequence[Evaluation]) -> None:
+    """Raises UserError where a position scheme ends before the longest sequence, trained or tested."""
+    longest = max(task.length, *(test.length for test in tests))
+    for scheme in {model.position, *(mixer.position for mixer in model.mixers())}:
+        limit = getattr(scheme, "max_positions", None)
+        if limit is not None and longest > limit:
+            raise UserError(f"position.max_positions={limit} is too small for the longest sequence, of {longest} tokens")

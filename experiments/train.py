@@ -23,7 +23,7 @@ import registry
 from experiments import evaluate, settings
 from experiments.callbacks import BEST, LAST, Checkpoints, Clock, Diverged, Progress, Record, Validate
 from experiments.checked import checked_task
-from experiments.model import Decoder, build
+from experiments.model import Decoder, build, require_positions
 from experiments.module import TrainingModule
 from experiments.runs.write import RunWriter
 from experiments.tasks.contract import Task
@@ -59,11 +59,7 @@ def prepare(config: Mapping[str, Any]) -> tuple[Task, Decoder]:
         model = build(config, task.vocab_size)
     except (ValueError, TypeError) as error:
         raise error if isinstance(error, UserError) else UserError(str(error)) from None
-    longest = max([task.length, *(test.length for test in tests)])
-    for scheme in {model.position, *(mixer.position for mixer in model.mixers())}:
-        limit = getattr(scheme, "max_positions", None)
-        if limit is not None and longest > limit:
-            raise UserError(f"position.max_positions={limit} is too small for the longest sequence, a test of {longest} tokens")
+    require_positions(model, task, tests)
     return task, model
 
 

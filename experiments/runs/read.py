@@ -22,12 +22,10 @@ import pyarrow
 
 from experiments.runs.claim import FOLDER as CLAIMS
 from experiments.runs.files import read_json
-from experiments.runs.status import RESULT, STATUS, State, status_of
+from experiments.runs.status import MANIFEST, RESULT, STATUS, State, status_of
 from registry import UserError, nearest
 
 CONFIG, METRICS, EVALUATION = "config.json", "metrics.jsonl", "evaluation.parquet"
-#: The sweep's plan: {"runs": {run_id: {"overrides"}}, "dropped": [{"overrides", "reason"}]}. A study of single runs has none.
-MANIFEST = "study.json"
 
 #: What every evaluation.parquet has. Its other columns are what the task tells of a sequence, or, as lists, of each scored token.
 EVALUATION_COLUMNS = {

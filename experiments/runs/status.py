@@ -16,6 +16,8 @@ ENDED: tuple[State, ...] = ("failed", "diverged", "interrupted")
 
 STATUS = "status.json"
 RESULT = "result.json"
+#: A sweep's plan: {"runs": {run_id: {"overrides"}}, "dropped": [{"overrides", "reason"}]}. A study of single runs has none.
+MANIFEST = "study.json"
 
 
 @dataclass(frozen=True)

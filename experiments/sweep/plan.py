@@ -71,15 +71,15 @@ def _job(words: Sequence[str], overrides: Sequence[str]) -> Job:
 
 def why_not(config: Mapping[str, Any], chosen: Sequence[str]) -> str:
     """Why this combination has no meaning ("" if it has one). Raises UserError where it is a mistake."""
-    from experiments.model import on_meta
+    from experiments.model import on_meta, require_positions
     from variants.contract import NotApplicable
 
     try:
-        task, _ = checked_task(config)
-        on_meta(config, task.vocab_size)
+        task, tests = checked_task(config)
+        require_positions(on_meta(config, task.vocab_size), task, tests)
     except NotApplicable as reason:
         return str(reason)
-    except (ValueError, TypeError) as error:
+    except (UserError, ValueError, TypeError) as error:
         raise UserError(f"{' '.join(chosen) or 'this config'}: {error}") from None
     return ""
 

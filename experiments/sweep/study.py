@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from experiments.runs.files import read_json, write_json, writing
-from experiments.runs.status import STATES, status_of
+from experiments.runs.status import MANIFEST, STATES, status_of
 from experiments.sweep.job import Job
 from registry import UserError, nearest
-
-MANIFEST = "study.json"
 
 #: A combination without meaning: its overrides, and why.
 Dropped = tuple[Sequence[str], str]

@@ -218,7 +218,7 @@ def test_bf16_trains_in_autocast_with_parameters_in_fp32(tmp_path):
         (["evaluation.multiples=[]"], "evaluation.multiples"),
         (["evaluation.multiples=[0]"], "evaluation.multiples"),
         (["evaluation.sequences=0"], "evaluation.sequences must be at least 1"),
-        (["position=learned", "position.max_positions=16"], "max_positions=16 is too small for the longest sequence, a test of 32 tokens"),
+        (["position=learned", "position.max_positions=16"], "max_positions=16 is too small for the longest sequence, of 32 tokens"),
         (["position=learned", "model.position_layers=[false]"], "cannot switch it off"),
         (["variant.impl=sdap"], "sdap"),
     ],
