@@ -132,7 +132,7 @@ def test_a_plugin_that_takes_a_shipped_name_is_unavailable(tmp_path):
     file = write(tmp_path / "thief.py", GOOD.format(name="full"))
     registry.load_plugins([file])
     assert "registered twice" in registry.unavailable[file]
-    assert variants.entry("full").module == "variants.full"
+    assert variants.entry("full").module == "variants.softmax.full"
 
 
 def test_installed_packages_register_through_an_entry_point(tmp_path):

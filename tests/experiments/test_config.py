@@ -9,7 +9,7 @@ from registry import UserError
 
 PLUGIN = '''
 """A mixer."""
-from variants.full import Full
+from variants.softmax.full import Full
 from registry import variants
 
 @variants.register("plugged", time="T^2", state="T", hooks=("rotate",), implementations=("reference",))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from registry import variants
 from variants.ops import window
-from variants.softmax import Positions, Softmax
+from variants.softmax.layer import Positions, Softmax
 
 
 @variants.register("sliding_window", time="T W", state="W", hooks=("rotate", "bias"), implementations=("sdpa", "torch", "reference"))

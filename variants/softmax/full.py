@@ -9,7 +9,7 @@ each token and key/value head.
 from __future__ import annotations
 
 from registry import variants
-from variants.softmax import Softmax
+from variants.softmax.layer import Softmax
 
 
 @variants.register("full", time="T^2", state="T", hooks=("rotate", "bias"), implementations=("sdpa", "reference"))

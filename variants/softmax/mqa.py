@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from registry import variants
-from variants.softmax import Softmax
+from variants.softmax.layer import Softmax
 
 
 @variants.register("mqa", time="T^2", state="T", hooks=("rotate", "bias"), implementations=("sdpa", "reference"))

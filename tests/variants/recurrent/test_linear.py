@@ -10,7 +10,7 @@ from registry import UnknownOption, variants
 from tests.variants import oracles
 from tests.variants.schemes import Stretched
 from variants.contract import Context, NotApplicable
-from variants.linear import FEATURE_MAPS, _divide
+from variants.recurrent.linear import FEATURE_MAPS, _divide
 
 
 def heads_of(mixer, x: Tensor) -> list[Tensor]:

@@ -1,0 +1,1 @@
+"""Mixers whose past is a state of fixed size."""
