@@ -11,6 +11,51 @@ from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
 
+class Slots:
+    """Slots with room behind them, so that one more token is written in its place and no old one is copied.
+
+    Immutable to whoever holds it: `append` gives new slots. Several may share a buffer; only those that end where the buffer has been
+    filled write on in it, and any others copy theirs first, so that a state may be continued twice.
+    """
+
+    def __init__(self, tensor: Shaped[Tensor, "batch slots *rest"]):
+        self._buffer, self.count, self._filled = tensor, tensor.shape[1], [tensor.shape[1]]
+
+    @property
+    def tensor(self) -> Shaped[Tensor, "batch slots *rest"]:
+        """The slots that hold something."""
+        return self._buffer[:, : self.count]
+
+    def append(self, new: Shaped[Tensor, "batch new *rest"]) -> Slots:
+        """These slots and `new` ones behind them; in place unless gradients are recorded."""
+        recorded = torch.is_grad_enabled() and (new.requires_grad or self._buffer.requires_grad)
+        if recorded or torch.compiler.is_compiling():
+            return Slots(torch.cat([self.tensor, new.to(self._buffer.dtype)], dim=1))
+        end = self.count + new.shape[1]
+        locked = self._buffer.is_inference() and not torch.is_inference_mode_enabled()
+        grown = object.__new__(Slots)
+        if locked or end > self._buffer.shape[1] or self._filled[0] != self.count:
+            grown._buffer = self._buffer.new_empty(len(self._buffer), 2 * end, *self._buffer.shape[2:])
+            grown._buffer[:, : self.count] = self.tensor
+            grown._filled = [end]
+        else:
+            grown._buffer, grown._filled = self._buffer, self._filled
+            grown._filled[0] = end
+        grown._buffer[:, self.count : end] = new
+        grown.count = end
+        return grown
+
+
+def remember(
+    slots: Slots, kept: int, recent: int, before: Int[Tensor, "batch time"], valid: Bool[Tensor, "batch time"] | None
+) -> Slots | Tensor:
+    """The first `kept` tokens of the segment that the last slot is in, then the `recent` newest slots."""
+    if not kept and recent == slots.count and valid is None:
+        return slots
+    latest = newest(slots.tensor, recent, valid)
+    return torch.cat([oldest(slots.tensor, kept, before, valid), latest], dim=1) if kept else latest
+
+
 def newest(
     slots: Shaped[Tensor, "batch slots *rest"], keep: int, valid: Bool[Tensor, "batch time"] | None
 ) -> Shaped[Tensor, "batch keep *rest"]:

@@ -9,6 +9,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from variants.cache import Slots
+
 
 @dataclass(frozen=True)
 class Context:
@@ -27,10 +29,10 @@ class Context:
 class State(Mapping[str, Tensor]):
     """Everything a mixer carries from one call to the next, by name. Each part is a tensor whose first axis is the batch.
 
-    Immutable: `replace` gives a new one, so a state may be continued twice.
+    Immutable: `replace` gives a new one, so a state may be continued twice. A part may be given as `cache.Slots`, which have room to grow.
     """
 
-    def __init__(self, **parts: Tensor):
+    def __init__(self, **parts: Tensor | Slots):
         self._parts = parts
 
     @classmethod
@@ -40,7 +42,13 @@ class State(Mapping[str, Tensor]):
         return cls(seen=counter, in_segment=counter)
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._parts[name]
+        part = self._parts[name]
+        return part.tensor if isinstance(part, Slots) else part
+
+    def slots(self, name: str) -> Slots:
+        """A part to which more is appended."""
+        part = self._parts[name]
+        return part if isinstance(part, Slots) else Slots(part)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parts)
@@ -51,7 +59,7 @@ class State(Mapping[str, Tensor]):
     def __repr__(self) -> str:
         return f"State({', '.join(f'{name}={tuple(part.shape)}' for name, part in self.items())})"
 
-    def replace(self, **parts: Tensor) -> State:
+    def replace(self, **parts: Tensor | Slots) -> State:
         """The same state with some parts exchanged or added."""
         return State(**{**self._parts, **parts})
 
@@ -70,7 +78,7 @@ class State(Mapping[str, Tensor]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes carried, over the whole batch, counters and masks included."""
+        """Bytes carried, over the whole batch, counters and masks included; room to grow is not."""
         return sum(part.numel() * part.element_size() for part in self.values())
 
 

@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from registry import positions as position_schemes
+from variants.cache import Slots
 from variants.context import Context, State, advance, default_positions, extent, left_align, valid_lengths
 from variants.positions.contract import NotApplicable, Scheme
 
@@ -110,7 +111,7 @@ class Mixer(nn.Module):
 
     def mix(
         self, x: Float[Tensor, "batch time dim"], context: Context, state: State | None
-    ) -> tuple[Float[Tensor, "batch time dim"], dict[str, Tensor], dict[str, Tensor]]:
+    ) -> tuple[Float[Tensor, "batch time dim"], Mapping[str, Tensor | Slots], dict[str, Tensor]]:
         """The variant itself: (y, parts of the new state, aux). Valid tokens come first in each row; positions are given.
 
         With `state=None` the parts are dropped. `valid_lengths(x, context)` gives each row's number of valid tokens.

@@ -6,6 +6,7 @@ import ast
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from typer.testing import CliRunner, Result
 
 import registry
 from experiments.cli import app
+from tests.variants.conformance.broken import LeakByOne
+from variants.conformance.checks import PROPERTIES, sentence
 
 TINY = [
     *("task=mqar", "task.length=16", "task.pairs=2", "model.dim=16", "model.layers=1", "trainer.steps=4", "trainer.batch_size=4"),
@@ -95,6 +98,40 @@ def test_a_mistake_is_answered_in_under_ten_lines_with_an_exit_code(words, tmp_p
     done = attnlab(*words, cwd=tmp_path, code=2)
     assert done.stderr.startswith("attnlab: ") and len(done.stderr.splitlines()) < 10 and not done.stdout
     assert "Traceback" not in done.stderr and not (tmp_path / "runs").exists()
+
+
+@pytest.fixture
+def leaking():
+    """A variant that sees the next token, for this process alone."""
+    with registry.variants.scope():
+        registry.variants.register("leaking", time="T^2", state="1")(LeakByOne)
+        yield ["check", "leaking", "--fast", "position=null", "short_conv=0", "causal=true"]
+
+
+def test_check_has_the_stable_json_whose_last_row_says_what_was_not_checked(leaking, tmp_path):
+    found = json.loads(attnlab(*leaking, "--json", cwd=tmp_path, code=1).stdout)
+    assert set(found) == {"name", "properties"} and found["name"] == "leaking"
+    assert {frozenset(row) for row in found["properties"]} == {frozenset({"property", "status", "detail"})}
+    assert {row["status"] for row in found["properties"]} == {"passed", "failed", "not applicable"}
+    last = found["properties"][-1]
+    assert (last["property"], last["status"]) == ("what was not checked", "not applicable") and "CUDA" in last["detail"]
+
+
+@pytest.mark.parametrize("columns", [80, 160])
+def test_check_prints_each_property_on_a_line_with_what_was_found_below(leaking, tmp_path, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = [line.rstrip() for line in attnlab(*leaking, cwd=tmp_path, code=1).stdout.splitlines()]
+    assert max(map(len, lines[1:])) <= columns
+    for judged in PROPERTIES:
+        (row,) = (n for n, line in enumerate(lines) if line[16:] == sentence(judged))
+        assert lines[row][:16].strip() in ("passed", "failed", "not applicable")
+        assert lines[row + 1].startswith(16 * " ") and lines[row + 1].strip()
+    row = lines.index(f"{'failed':16}changing a token changes no earlier output")
+    assert "as given: of 2 tokens: changing token 1" in lines[row + 1]
+    counts, left = lines.index("Not checked:") - 2, lines[lines.index("Not checked:") + 1 :]
+    assert re.fullmatch(r"\d+ passed, \d+ failed, \d+ not applicable", lines[counts])
+    assert sum(map(int, re.findall(r"\d+", lines[counts]))) == len(PROPERTIES)
+    assert any(line.startswith("  CUDA: ") for line in left)
 
 
 def test_train_sweep_status_compare_and_report_go_together(tmp_path):

@@ -29,6 +29,23 @@ def through_window(ids: Sequence[Sequence[int]], window: int, sinks: int = 0, *,
     return sees
 
 
+def places(ids: list[list[int]]) -> Tensor:
+    """How many tokens of its run lie before each token."""
+    rows = []
+    for row in ids:
+        place: list[int] = []
+        for i, one in enumerate(row):
+            place.append(place[-1] + 1 if i and row[i - 1] == one else 0)
+        rows.append(place)
+    return torch.tensor(rows)
+
+
+def run_ids(lengths: list[int], time: int) -> list[int]:
+    """Runs of the given lengths, the last as long as it takes."""
+    ids = [i for i, length in enumerate(lengths) for _ in range(length)][:time]
+    return ids + [len(lengths)] * (time - len(ids))
+
+
 def matrix(sees: Sees, batch: int, q_time: int, k_time: int) -> Tensor:
     """(batch, 1, q_time, k_time), True where the key is seen."""
     return torch.tensor([[[sees(b, i, j) for j in range(k_time)] for i in range(q_time)] for b in range(batch)]).unsqueeze(1)

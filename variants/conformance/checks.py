@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from variants.conformance import basics, caching, causality, declared, rows
+from variants.conformance import agreement, basics, caching, causality, declared, gradients, machinery, rows, scaling
 from variants.conformance.subject import Subject
 
 Property = Callable[[Subject], str]
@@ -32,9 +32,22 @@ PROPERTIES: tuple[Property, ...] = (
     rows.a_row_of_padding_alone_gives_zeros_and_finite_gradients,
     rows.packed_segments_equal_separate_runs,
     declared.the_state_has_the_declared_size,
-    declared.the_operations_are_declared,
     declared.constant_values_come_out_unchanged,
-    declared.implementations_agree,
+    scaling.the_state_grows_as_declared,
+    scaling.declared_operations_agree_with_counted_ones,
+    scaling.operations_and_time_grow_no_faster_than_declared,
+    scaling.memory_grows_no_faster_than_declared,
+    scaling.the_chunk_size_changes_nothing,
+    gradients.analytic_gradients_equal_numerical_ones,
+    gradients.gradients_through_a_cache_are_those_of_the_full_pass,
+    gradients.strides_of_inputs_and_output_gradients_change_nothing,
+    agreement.implementations_agree,
+    machinery.a_saved_state_dict_restores_every_output,
+    machinery.casting_to_bf16_and_back_loses_only_rounding,
+    machinery.parts_of_a_state_are_as_fine_as_the_model_or_fp32,
+    machinery.torch_compile_changes_nothing,
+    machinery.activation_checkpointing_changes_nothing,
+    machinery.parameters_without_weight_decay_are_its_own,
 )
 
 

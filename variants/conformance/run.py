@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
 from registry import UserError, positions, variants
+from variants import implementations
 from variants.conformance.checks import PROPERTIES, Property, sentence
-from variants.conformance.subject import BLOCK_ATTRIBUTES, Failed, Subject, first_line
+from variants.conformance.subject import BLOCK_ATTRIBUTES, LARGEST_BLOCK, Failed, Subject, first_line
 from variants.contract import NotApplicable
 
 Status = Literal["passed", "failed", "not applicable"]
@@ -56,13 +57,34 @@ def check(
     return outcomes
 
 
-def as_json(name: str, outcomes: Iterable[Outcome]) -> dict[str, Any]:
-    """The document that `attnlab check --json` prints."""
-    properties = [{"property": outcome.property, "status": outcome.status, "detail": outcome.detail} for outcome in outcomes]
-    return {"name": name, "properties": properties}
+def as_json(name: str, outcomes: Iterable[Outcome], not_checked: Sequence[str] = ()) -> dict[str, Any]:
+    """The document that `attnlab check --json` prints. What the checks leave out is one more row, which does not apply."""
+    rows = [*outcomes, *([Outcome("what was not checked", "not applicable", "; ".join(not_checked))] if not_checked else [])]
+    return {"name": name, "properties": [{"property": row.property, "status": row.status, "detail": row.detail} for row in rows]}
 
 
-def judge(judged: Property, subjects: Iterable[Subject]) -> Outcome:
+def left_out(name: str, *, options: Mapping[str, Any] | None = None, fast: bool = False) -> list[str]:
+    """What `check` with the same arguments says nothing about, and why: a phrase each."""
+    given, forms = _forms(name, options or {}, fast=fast)
+    cuda = "every check runs on the CPU" if torch.cuda.is_available() else "there is no such device here"
+    phrases = [f"CUDA: {cuda}"]
+    for impl in getattr(variants.get(name), "implementations", ()):
+        if given.arguments.get("impl", "auto") not in ("auto", impl):
+            phrases.append(f"impl={impl}: {given.arguments['impl']} was asked for")
+        elif reason := implementations.usable(impl):
+            phrases.append(f"impl={impl}: {reason}")
+    phrases += [f"{form.label}: {reason}" for form in forms if (reason := _refusal(form))]
+    if "position" not in given.arguments:
+        phrases += _untried_schemes(set(variants.get(name).hooks), {form.arguments.get("position") for form in forms})
+    large = [str(size) for size in given.block_sizes if size > LARGEST_BLOCK]
+    phrases += [f"lengths beyond a block of {', '.join(large)}: above {LARGEST_BLOCK} they take too long"] if large else []
+    return [
+        *phrases,
+        *([f"most lengths, and blocks other than {FAST_BLOCK} where their size is open: --fast leaves them out"] if fast else []),
+    ]
+
+
+def judge(judged: Property, subjects: Sequence[Subject]) -> Outcome:
     """One property of a variant in all its forms: the first failure decides, else the first pass."""
     name = sentence(judged)
     passed: dict[str, str] = {}
@@ -78,12 +100,18 @@ def judge(judged: Property, subjects: Iterable[Subject]) -> Outcome:
         except Exception as error:  # a stranger's mixer may raise anything at all, and the other properties are still worth knowing
             return Outcome(name, "failed", f"{subject.label}: {type(error).__name__}: {first_line(error)}")
     if passed:
-        return Outcome(name, "passed", f"{next(iter(passed.values()))} ({'; '.join(passed)})")
+        return Outcome(name, "passed", f"{next(iter(passed.values()))} ({_of_all(list(passed), [subject.label for subject in subjects])})")
     return Outcome(name, "not applicable", next(iter(reasons.values())))
 
 
 def subjects_of(name: str, options: Mapping[str, Any], *, fast: bool = False) -> list[Subject]:
     """The forms of a variant that are judged: as given, then with each open choice made. Raises UserError where it cannot be built."""
+    given, forms = _forms(name, options, fast=fast)
+    return [given, *(form for form in forms if _refusal(form) is None)]
+
+
+def _forms(name: str, options: Mapping[str, Any], *, fast: bool) -> tuple[Subject, list[Subject]]:
+    """A variant as given, which can be built, and with each open choice made, which perhaps cannot."""
     given = Subject(name, {**SIZES, **options}, "as given", fast)
     try:
         given.build()
@@ -102,24 +130,31 @@ def subjects_of(name: str, options: Mapping[str, Any], *, fast: bool = False) ->
     choices += [convolved] if convolved else []
     if cls.bidirectional and "causal" not in options:
         choices.append({"causal": False, **convolved})  # together, because the convolution looks ahead then
-    forms = [replace(given, arguments={**given.arguments, **choice}, label=_in_words(choice)) for choice in choices]
-    return [given, *filter(_can_be_built, forms)]
+    return given, [replace(given, arguments={**given.arguments, **choice}, label=_in_words(choice), given=False) for choice in choices]
 
 
-def _can_be_built(subject: Subject) -> bool:
-    """Whether a form that nobody asked for exists: an odd head_dim has no rotary one."""
+def _refusal(subject: Subject) -> str | None:
+    """Why a form that nobody asked for does not exist, if it does not: an odd head_dim has no rotary one."""
     try:
         subject.build()
-    except ValueError:
-        return False
-    return True
+    except ValueError as error:
+        return first_line(error)
+    return None
 
 
 def _with_small_blocks(given: Subject) -> Subject:
     """The same with blocks of FAST_BLOCK where their size was left open, if the variant can be built so."""
     sizes = {name: FAST_BLOCK for name in BLOCK_ATTRIBUTES if given.takes(name) and name not in given.arguments}
     small = replace(given, arguments={**given.arguments, **sizes}, label=f"with {_in_words(sizes)}" if sizes else given.label)
-    return small if _can_be_built(small) else given
+    return small if _refusal(small) is None else given
+
+
+def _of_all(labels: Sequence[str], known: Sequence[str]) -> str:
+    """Some of the labels known, in the shortest words."""
+    missing = [label for label in known if label not in labels]
+    if len(labels) > 1 and len(missing) < 2:
+        return f"all {len(known)} forms{' but ' if missing else ''}{''.join(missing)}"
+    return "; ".join(labels)
 
 
 def _in_words(arguments: Mapping[str, Any]) -> str:
@@ -134,3 +169,19 @@ def _schemes(hooks: set[str]) -> list[str]:
         if scheme.hooks and not scheme.length_dependent and set(scheme.hooks) - {"embed"} <= hooks:
             chosen.setdefault(tuple(sorted(scheme.hooks)), name)
     return sorted(chosen.values())
+
+
+def _untried_schemes(hooks: set[str], tried: set[Any]) -> list[str]:
+    """Phrases on the schemes that the variant can apply and that were not tried with it."""
+    reasons: dict[str, list[str]] = {}
+    for name in positions.names():
+        scheme = positions.get(name)
+        if not scheme.hooks or not set(scheme.hooks) - {"embed"} <= hooks or name in tried:
+            continue
+        stands_for = [other for other in tried if other is not None and set(positions.get(other).hooks) == set(scheme.hooks)]
+        if scheme.length_dependent:
+            reason = "its frequencies depend on the length"
+        else:
+            reason = f"{stands_for[0]} has the same hooks" if stands_for else "--fast leaves it out"
+        reasons.setdefault(reason, []).append(name)
+    return [f"position={', '.join(names)}: {reason}" for reason, names in reasons.items()]

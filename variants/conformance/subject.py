@@ -37,12 +37,16 @@ class Failed(AssertionError):
 
 @dataclass(frozen=True)
 class Subject:
-    """A registered variant and the arguments of `variants.build` to build it with. `label` names them; `fast` asks for fewer lengths."""
+    """A registered variant and the arguments of `variants.build` to build it with. `label` names them; `fast` asks for fewer lengths.
+
+    given: the form that was asked for, not one in which a choice left open was made.
+    """
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     label: str = ""
     fast: bool = False
+    given: bool = True
 
     def build(self, dtype: torch.dtype = torch.float64, **changed: Any) -> Mixer:
         """A fresh mixer in eval mode; equal calls give equal parameters."""

@@ -37,9 +37,10 @@ def linear_attention(
         leaving = (k if segments is None else k * segments.reaches_end).transpose(-2, -1) @ v
         state = torch.zeros_like(leaving[:, :, 0]) if initial is None else initial.to(dtype)
         entering = []
-        for n in range(leaving.shape[2]):
+        # Unbound, because the gradient of one slice is as large as all of them.
+        for n, added in enumerate(leaving.unbind(2)):
             entering.append(state)
-            state = leaving[:, :, n] + (state if segments is None else state * segments.survives[:, :, n])
+            state = added + (state if segments is None else state * segments.survives[:, :, n])
         scores = q @ k.transpose(-2, -1)
         scores = scores.tril() if segments is None else scores * segments.inside
         o = scores @ v + (q if segments is None else q * segments.meets_state) @ torch.stack(entering, dim=2)

@@ -15,6 +15,9 @@ from typing import ClassVar
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.func import functional_call
+
+from variants.ops.attention import Bias
 
 
 class NotApplicable(ValueError):
@@ -54,3 +57,30 @@ class Scheme(nn.Module):
     def bias(self, q_positions: Int[Tensor, "batch q_time"], k_positions: Int[Tensor, "batch k_time"]) -> Float[Tensor, ...]:
         """(heads, q, k), or (batch, heads, q, k) where rows differ; added to the scaled logits."""
         raise NotImplementedError(f"{type(self).__name__} has no bias hook")
+
+    def as_bias(self, q_positions: Int[Tensor, "batch q_time"], k_positions: Int[Tensor, "batch k_time"]) -> Bias:
+        """The bias as the cores take it: tile by tile, and trained by the scheme's parameters."""
+        names, parameters = zip(*self.named_parameters(), strict=True) if any(True for _ in self.parameters()) else ((), ())
+        if not names:
+            return Bias(self.bias, (q_positions, k_positions))
+        called = _Called(self)
+
+        def hook(at_queries: Tensor, at_keys: Tensor, *given: Tensor) -> Tensor:
+            # By value, not through the module: backward asks again, when its parameters may be others.
+            found: Tensor = functional_call(
+                called, {f"scheme.{name}": p for name, p in zip(names, given, strict=True)}, (at_queries, at_keys)
+            )
+            return found
+
+        return Bias(hook, (q_positions, k_positions), parameters)
+
+
+class _Called(nn.Module):
+    """A scheme whose call is its bias."""
+
+    def __init__(self, scheme: Scheme):
+        super().__init__()
+        self.scheme = scheme
+
+    def forward(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
+        return self.scheme.bias(q_positions, k_positions)

@@ -3,27 +3,33 @@
     o_i = sum_j softmax_j(q_i . k_j / sqrt(head_dim) + bias_ij) v_j        over the keys j in sight of query i
 
 Vaswani et al. 2017, "Attention Is All You Need", section 3.2; heads that share keys and values from Shazeer 2019 and Ainslie et al. 2023.
-A subclass says which keys are in sight (`attend`, `pairs`) and how many the cache keeps (`kept`, `recent`). The cache holds keys turned by
+A subclass says which keys are in sight (`sight`, `pairs`) and how many the cache keeps (`kept`, `recent`). The cache holds keys turned by
 their position; a scheme whose frequencies depend on the length gets them unturned instead, and turns them at every call.
+
+Options of the layer: RMS norms on queries and keys (Henry et al. 2020; Dehghani et al. 2023, "Scaling Vision Transformers to 22 Billion
+Parameters"); a sigmoid gate on the heads' outputs (Qiu et al. 2025, "Gated Attention for Large Language Models"); a learned logit in every
+row's denominator that has no value (OpenAI 2025, gpt-oss).
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from einops import rearrange
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from variants import cache, implementations
+from variants.cache import Slots
 from variants.contract import Context, Mixer, State, extent
-from variants.ops import reference, softmax
+from variants.ops import fused, reference, softmax
+from variants.ops.attention import Bias, Sight
 from variants.projections import Projections
 
-Positions = tuple[Int[Tensor, "batch q_time"], Int[Tensor, "batch k_time"]]
+ATTENTION: dict[str, Callable[..., Tensor]] = {"sdpa": fused.attention, "torch": softmax.attention, "reference": reference.attention}
 
 
 class Softmax(Mixer):
@@ -32,11 +38,14 @@ class Softmax(Mixer):
     Options:
         kv_heads: key/value heads, a divisor of heads (default: heads).
         short_conv: width of a depthwise convolution over time on q, k and v (0: none).
-        dropout: share of attention weights dropped in training; needs the weights written out, so it rules the fused kernel out.
+        qk_norm: queries and keys pass an RMS norm with a learned scale, head by head, before they are turned.
+        gate: sigmoid gates on the output, made from x: one a head, one an element, or none.
+        sink_logit: each head learns a logit that joins every row's denominator and has no value.
+        dropout: share of attention weights dropped in training.
         impl: which implementation runs; `auto` takes the fastest that is usable.
     """
 
-    implementations: tuple[str, ...] = ("sdpa", "reference")
+    implementations: tuple[str, ...] = ("sdpa", "torch", "reference")
     normalises_rows = True
     bidirectional = True
     #: Slots of the cache for the first tokens of a segment.
@@ -50,6 +59,9 @@ class Softmax(Mixer):
         *,
         kv_heads: int | None = None,
         short_conv: int = 0,
+        qk_norm: bool = False,
+        gate: Literal["none", "head", "element"] = "none",
+        sink_logit: bool = False,
         dropout: float = 0.0,
         impl: str = "auto",
         **options: Any,
@@ -61,49 +73,49 @@ class Softmax(Mixer):
             raise ValueError(f"{name}: kv_heads={self.kv_heads} does not divide heads={heads}")
         if not 0 <= dropout < 1:
             raise ValueError(f"{name}: dropout must lie in [0, 1); got {dropout}")
+        if gate not in ("none", "head", "element"):
+            raise ValueError(f"{name}: gate must be none, head or element; got {gate!r}")
         self.dropout = dropout
         without = {"sdpa": f"it cannot drop weights (dropout={dropout}) in linear memory"} if dropout else {}
         self.implementation = implementations.choose(name, impl, self.implementations, excluded=without)
         self.projections = Projections(dim, heads, self.kv_heads, self.head_dim, short_conv=short_conv, causal=self.causal)
+        self.q_norm, self.k_norm = (nn.RMSNorm(self.head_dim, eps=1e-6) if qk_norm else None for _ in range(2))
+        self.gates = None if gate == "none" else nn.Linear(dim, heads * (1 if gate == "head" else self.head_dim), bias=False)
+        if self.gates is not None:
+            nn.init.normal_(self.gates.weight, std=dim**-0.5)
+        self.sink = nn.Parameter(0.02 * torch.randn(heads)) if sink_logit else None
+        self.normalises_rows = type(self).normalises_rows and self.gates is None and not sink_logit
 
     def mix(
         self, x: Float[Tensor, "batch time dim"], context: Context, state: State | None
-    ) -> tuple[Float[Tensor, "batch time dim"], dict[str, Tensor], dict[str, Tensor]]:
-        """Project, turn, attend to cache and input, project back."""
+    ) -> tuple[Float[Tensor, "batch time dim"], dict[str, Tensor | Slots], dict[str, Tensor]]:
+        """Project, turn, attend to cache and input, gate, project back."""
         positions = context.positions
         assert positions is not None
         before, after = extent(x, context, state, self.causal)
         q, k, v, parts = self.projections(x, context, state, before, after)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         if not self._turns_late:
             q, k = self.rotate(q, k, positions, positions)
-        slots = {"keys": k.transpose(1, 2), "values": v.transpose(1, 2)}
+        new = {"keys": k.transpose(1, 2), "values": v.transpose(1, 2)}
         if self._needs_positions:
-            slots["positions"] = positions
-        if state is not None:
-            assert before is not None
-            slots = {name: torch.cat([state[name], new], dim=1) for name, new in slots.items()}
-            parts |= {name: self._remember(slot, context, before) for name, slot in slots.items()}
+            new["positions"] = positions
+        slots, remembered = self.remember(new, context, state, before)
         k, v = slots["keys"].transpose(1, 2), slots["values"].transpose(1, 2)
-        both = (positions, slots["positions"]) if self._needs_positions else None
-        if self._turns_late and both:
-            q, k = self.rotate(q, k, *both)
-        y = self.attend(q, k, v, before=before, after=after, positions=both)
-        return self.projections.back(y.to(x.dtype)), parts, {}
+        if self._turns_late:
+            q, k = self.rotate(q, k, positions, slots["positions"])
+        y = self.attention(
+            q, k, v, sight=self.sight(before, after, state is not None), bias=self.bias(positions, slots), sink=self.sink, **self.numbers
+        )
+        if self.gates is not None:
+            gate = rearrange(torch.sigmoid(self.gates(x)), "batch time (heads width) -> batch heads time width", heads=self.heads)
+            y = y * gate.to(y.dtype)
+        return self.projections.back(y.to(x.dtype)), parts | remembered, {}
 
-    def attend(
-        self,
-        q: Float[Tensor, "batch heads q_time head_dim"],
-        k: Float[Tensor, "batch kv_heads k_time head_dim"],
-        v: Float[Tensor, "batch kv_heads k_time head_dim"],
-        *,
-        before: Int[Tensor, "batch q_time"] | None,
-        after: Int[Tensor, "batch q_time"] | None,
-        positions: Positions | None,
-    ) -> Float[Tensor, "batch heads q_time head_dim"]:
-        """Attention to every key of a query's segment. before, after: from `contract.extent`. positions: given where a bias needs them."""
-        bias = None if self.bias is None or positions is None else self.bias(*positions)
-        visible = None if before is None else reference.in_sight(before, after, k.shape[2])
-        return self.attention(q, k, v, causal=self.causal and visible is None, visible=visible, bias=bias, scale=self.scale)
+    def sight(self, before: Int[Tensor, "batch time"] | None, after: Int[Tensor, "batch time"] | None, cached: bool) -> Sight:
+        """Which slots are seen. before, after: from `contract.extent`; cached: whether a state's slots stand before the new ones."""
+        return Sight(self.causal, before=before, after=after)
 
     def pairs(self, time: int) -> int:
         """How many pairs of query and key a sequence of `time` tokens has."""
@@ -113,22 +125,36 @@ class Softmax(Mixer):
         """How many of the newest slots the cache keeps, of `slots` there are."""
         return slots
 
+    def remember(
+        self, new: dict[str, Tensor], context: Context, state: State | None, before: Int[Tensor, "batch time"] | None
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor | Slots]]:
+        """The slots to attend to, those of the state and then the new ones; and what the next state keeps of them."""
+        if state is None:
+            return new, {}
+        assert before is not None
+        grown = {name: state.slots(name).append(part) for name, part in new.items()}
+        keep = self.recent(next(iter(grown.values())).count - self.kept)
+        return (
+            {name: slots.tensor for name, slots in grown.items()},
+            {name: cache.remember(slots, self.kept, keep, before, context.valid) for name, slots in grown.items()},
+        )
+
+    def bias(self, positions: Int[Tensor, "batch time"], slots: dict[str, Tensor]) -> Bias | None:
+        """The scheme's additive bias, if it has one."""
+        if self.position is None or "bias" not in self.position.hooks:
+            return None
+        return self.position.as_bias(positions, slots["positions"])
+
     @property
     def attention(self) -> Callable[..., Tensor]:
-        """The chosen implementation of attention under a mask."""
-        if self.implementation == "sdpa":
-            return softmax.attention
-        return functools.partial(reference.attention, dropout=self.dropout if self.training else 0.0)
+        """The chosen implementation."""
+        return ATTENTION[self.implementation]
 
     @property
-    def bias(self) -> Callable[[Tensor, Tensor], Tensor] | None:
-        """The scheme's additive bias, if it has one."""
-        return self.position.bias if self.position is not None and "bias" in self.position.hooks else None
-
-    @property
-    def scale(self) -> float:
-        """The factor on the logits."""
-        return (1.0 if self.position is None else self.position.logit_scale) / math.sqrt(self.head_dim)
+    def numbers(self) -> dict[str, float]:
+        """The factor on the logits, and the share of weights to drop now."""
+        scale = (1.0 if self.position is None else self.position.logit_scale) / math.sqrt(self.head_dim)
+        return {"scale": scale, "dropout": self.dropout if self.training else 0.0}
 
     def init_parts(self, batch: int, **like: Any) -> dict[str, Tensor]:
         """Keys and values, without slots as yet or with all of them empty, and the convolution's taps."""
@@ -139,8 +165,9 @@ class Softmax(Mixer):
         return parts | self.projections.init_parts(batch, **like)
 
     def flops(self, time: int) -> int:
-        """Projections, and 4 * head_dim a head for each pair in sight."""
-        return self.projections.flops(time) + 4 * self.heads * self.head_dim * self.pairs(time)
+        """Projections and gates, and 4 * head_dim a head for each pair in sight."""
+        gates = 0 if self.gates is None else 2 * time * self.gates.weight.numel()
+        return self.projections.flops(time) + gates + 4 * self.heads * self.head_dim * self.pairs(time)
 
     def state_elements(self, time: int) -> int:
         """A key and a value for each slot and key/value head, and the convolution's taps."""
@@ -152,8 +179,4 @@ class Softmax(Mixer):
 
     @property
     def _needs_positions(self) -> bool:
-        return self._turns_late or self.bias is not None
-
-    def _remember(self, slots: Tensor, context: Context, before: Tensor) -> Tensor:
-        recent = cache.newest(slots, self.recent(slots.shape[1] - self.kept), context.valid)
-        return torch.cat([cache.oldest(slots, self.kept, before, context.valid), recent], dim=1) if self.kept else recent
+        return self.position is not None and ("bias" in self.position.hooks or self.position.length_dependent)

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from registry import variants
-from variants.ops import window
-from variants.softmax.layer import Positions, Softmax
+from variants.ops.attention import Sight
+from variants.ops.tiling import window_tile
+from variants.softmax.layer import Softmax
 
 
-@variants.register("sliding_window", time="T W", state="W", hooks=("rotate", "bias"), implementations=("sdpa", "torch", "reference"))
+@variants.register("sliding_window", time="T W", state="W", hooks=("rotate", "bias"), implementations=("torch", "sdpa", "reference"))
 class SlidingWindow(Softmax):
     """Sliding-window attention: the last `window` tokens, the query among them, and the first `sinks` are in sight.
 
@@ -36,33 +37,10 @@ class SlidingWindow(Softmax):
             raise ValueError(f"SlidingWindow: sinks must not be negative; got {sinks}")
         self.window, self.sinks, self.kept = window, sinks, sinks
 
-    def attend(
-        self,
-        q: Float[Tensor, "batch heads q_time head_dim"],
-        k: Float[Tensor, "batch kv_heads k_time head_dim"],
-        v: Float[Tensor, "batch kv_heads k_time head_dim"],
-        *,
-        before: Int[Tensor, "batch q_time"] | None,
-        after: Int[Tensor, "batch q_time"] | None,
-        positions: Positions | None,
-    ) -> Float[Tensor, "batch heads q_time head_dim"]:
-        """Attention through the window: in blocks, or, as the reference, under a mask over everything."""
-        return window.attention(
-            q,
-            k,
-            v,
-            window=self.window,
-            sinks=self.sinks,
-            kept=self.kept if k.shape[2] > q.shape[2] else 0,
-            causal=self.causal,
-            before=before,
-            after=after,
-            bias=self.bias,
-            positions=positions,
-            scale=self.scale,
-            inner=self.attention,
-            blocked=False if self.implementation == "reference" else None,
-        )
+    def sight(self, before: Int[Tensor, "batch time"] | None, after: Int[Tensor, "batch time"] | None, cached: bool) -> Sight:
+        """The window and the sinks; a cache has the sinks in its first slots."""
+        kept = self.kept if cached else 0
+        return Sight(self.causal, window=self.window, sinks=self.sinks, kept=kept, before=before, after=after)
 
     def pairs(self, time: int) -> int:
         """How many pairs of query and key are in sight in a sequence of `time` tokens."""
@@ -84,4 +62,4 @@ class SlidingWindow(Softmax):
 
     def block_sizes(self) -> tuple[int, ...]:
         """The lengths at whose multiples something else is done."""
-        return (self.window, window.block_size(self.window))
+        return (self.window, window_tile(self.window))

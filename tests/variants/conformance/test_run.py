@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +12,7 @@ from registry import UnknownName, UnknownOption, UserError, positions, variants
 from tests.variants.conformance import broken, broken_rows, toys
 from variants.conformance import Outcome, as_json, check, pytest_cases
 from variants.conformance.checks import PROPERTIES, sentence
-from variants.conformance.run import subjects_of
+from variants.conformance.run import judge, left_out, subjects_of
 from variants.conformance.subject import Subject
 from variants.contract import Mixer, NotApplicable
 from variants.positions.contract import Scheme
@@ -42,6 +44,9 @@ def test_the_json_document_has_exactly_the_promised_keys():
         {"property": "it fails", "status": "failed", "detail": "at token 3"},
     ]
     assert as_json("toy", outcomes) == {"name": "toy", "properties": expected}
+    left = {"property": "what was not checked", "status": "not applicable", "detail": "CUDA: no device; impl=numba: not installed"}
+    document = as_json("toy", outcomes, ["CUDA: no device", "impl=numba: not installed"])
+    assert document == {"name": "toy", "properties": [*expected, left]}
 
 
 def test_a_crash_fails_a_property_and_the_rest_is_still_judged(toy):
@@ -214,3 +219,48 @@ def test_a_mixer_without_parameters_is_judged_like_any_other(toy):
     outcomes = {outcome.property: outcome.status for outcome in check("toy", options={"position": None}, fast=True)}
     assert outcomes["gradients reach every parameter"] == "not applicable"
     assert outcomes["the state has the declared size"] == "passed"
+
+
+def test_a_report_names_the_forms_that_passed_in_the_shortest_words(toy):
+    toy(toys.Mean)
+
+    def passes_but(*labels):
+        def judged(subject):
+            if subject.label in labels:
+                raise NotApplicable("not this one")
+            return "seen"
+
+        return judge(judged, subjects_of("toy", {"position": None})).detail
+
+    assert passes_but() == "seen (all 3 forms)"
+    assert passes_but("short_conv=3") == "seen (all 3 forms but short_conv=3)"
+    assert passes_but("short_conv=3", "as given") == "seen (causal=False, short_conv=3)"
+    assert passes_but("as given", "short_conv=3", "causal=False, short_conv=3") == "not this one"
+
+
+def test_what_a_check_leaves_out_is_told_with_its_reason(toy):
+    @toy
+    class Picky(toys.Mean):
+        hooks = ("rotate",)
+        implementations = ("flash_attn", "torch")
+        block = 500
+
+        def __init__(self, dim, heads, position=None, *, impl: str = "auto", causal: bool = True, **options):
+            if not causal:
+                raise NotApplicable("one direction only")
+            super().__init__(dim, heads, position, **options)
+
+    positions.register("aa_turn")(type("Turn", (Scheme,), {"hooks": ("rotate",)}))
+    positions.register("aa_grow")(type("Grow", (Scheme,), {"hooks": ("rotate",), "length_dependent": True}))
+    positions.register("aa_lean")(type("Lean", (Scheme,), {"hooks": ("bias",)}))
+    left = left_out("toy")
+    assert any(phrase.startswith("CUDA: ") for phrase in left)
+    assert any(re.match("impl=flash_attn: (not installed|unavailable|needs a CUDA device)", phrase) for phrase in left)
+    assert "causal=False, short_conv=3: one direction only" in left
+    assert any(re.match("position=aa_turn.*: rope has the same hooks", phrase) for phrase in left)
+    assert any(re.match("position=aa_grow.*: its frequencies depend on the length", phrase) for phrase in left)
+    assert "lengths beyond a block of 500: above 128 they take too long" in left
+    assert not any(word in phrase for phrase in left for word in ("aa_lean", "position=rope", "impl=torch", "--fast"))
+    given = left_out("toy", options={"position": None, "impl": "torch"}, fast=True)
+    assert "impl=flash_attn: torch was asked for" in given and "--fast leaves them out" in given[-1]
+    assert not any("position" in phrase for phrase in given)

@@ -20,6 +20,7 @@ class Mean(Mixer):
         dropout: on the values.
     """
 
+    time, memory, state = "T^2", "T^2", "1"
     normalises_rows = True
     bidirectional = True
     block = 4
@@ -85,12 +86,13 @@ class Mean(Mixer):
         return (self.dim + 1) + (0 if self.tap is None else self.dim)
 
     def flops(self, time: int) -> int:
-        return time * 4 * self.dim * self.dim
+        return 2 * time * self.dim * (2 * self.dim + 1) + 2 * time * time * (self.dim + 1)
 
 
 class WindowMean(Mean):
     """The same over the last `window` tokens. The state is those tokens; a slot nobody wrote has weight 0."""
 
+    state = "W"
     window = 4
 
     def mask(self, number: Tensor, context: Context) -> Tensor:

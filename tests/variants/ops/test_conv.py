@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import conv1d, pad
 
 from tests.variants import oracles
-from tests.variants.ops.test_window import places, run_ids
+from tests.variants.oracles import places, run_ids
 from variants.ops.conv import reach, short_convolution
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.variants import oracles
-from tests.variants.ops.test_window import places, run_ids
+from tests.variants.oracles import places, run_ids
 from variants.ops import decay, reference
 
 CHUNK = 4

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from registry import variants
 from tests.variants import oracles
-from variants.ops import window
+from variants.ops import tiling
 
 
 @torch.no_grad()
@@ -35,8 +35,7 @@ def test_the_cache_is_window_less_one_and_sinks_from_the_first_token_to_after_it
 @torch.no_grad()
 def test_a_token_outside_the_window_is_out_of_sight(blocks, monkeypatch) -> None:
     if blocks:
-        monkeypatch.setattr(window, "SMALLEST_BLOCK", blocks)
-        monkeypatch.setattr(window, "DENSE_WIDTHS", 1)
+        monkeypatch.setattr(tiling, "FEWEST", blocks)
     mixer = variants.build("sliding_window", dim=8, heads=2, window=4, short_conv=3)
     assert mixer.reach() == 3 + 2
     x = torch.randn(1, 20, 8)

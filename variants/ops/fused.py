@@ -1,0 +1,87 @@
+"""Softmax attention through torch's fused kernels, wherever they are right and take linear memory; else in tiles of our own.
+
+torch's `scaled_dot_product_attention` leaves its fused kernels without a word, and takes O(T^2) memory, for attention dropout, for a
+trained bias, and for values of another width than the keys; a mask is quadratic itself; `is_causal` is anchored top left and serves square
+problems only. Values of another width are padded. What is one number a key, or one logit a head, rides along as a channel:
+
+    q' = [scale q, a, 1, 0]    k' = [k, 1, -b, 0]    so that q' . k' = scale q . k + a_i - b_j
+    one more key [0, 0, 0, sink] with value 0, read by a 1 in every query's last channel
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from variants.ops import softmax
+from variants.ops.attention import CAUSAL, Bias, Fade, Sight
+
+#: A mask of more numbers than this is not written out: 4 MB in fp32.
+MASK = 2**20
+
+
+def attention(
+    q: Float[Tensor, "batch heads q_time head_dim"],
+    k: Float[Tensor, "batch kv_heads k_time head_dim"],
+    v: Float[Tensor, "batch kv_heads k_time value_dim"],
+    *,
+    sight: Sight = CAUSAL,
+    bias: Bias | None = None,
+    fade: Fade | None = None,
+    sink: Float[Tensor, " heads"] | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> Float[Tensor, "batch heads q_time value_dim"]:
+    """The same as `reference.attention`."""
+    q_time, k_time = q.shape[2], k.shape[2]
+    sight = sight.within(q_time, k_time)
+    plain = sight.plain and bias is None and (not sight.causal or q_time in (1, k_time))
+    rows = 1 if sight.before is None else len(sight.before)
+    written = (rows if bias is None else q.shape[0] * q.shape[1]) * q_time * k_time
+    trained = bias is not None and any(p.requires_grad for p in bias.parameters) and torch.is_grad_enabled()
+    if dropout or trained or (not plain and q_time > 1 and written > MASK):
+        return softmax.attention(q, k, v, sight=sight, bias=bias, fade=fade, sink=sink, scale=scale, dropout=dropout)
+    mask = None if plain else _mask(q, k, sight, bias)
+    causal = plain and sight.causal and q_time > 1
+    width = v.shape[-1]
+    if fade is not None or sink is not None:
+        q, k, v = _with_channels(q, k, v, fade, sink, q.shape[-1] ** -0.5 if scale is None else scale)
+        scale = 1.0
+        if sink is not None and causal:  # the kernel's diagonal begins at the first query, which must be the sink's
+            q = pad(q, (0, 0, 1, 0))
+        if sink is not None and mask is not None:
+            mask = pad(mask, (1, 0), value=mask.dtype == torch.bool)
+    if v.shape[-1] != q.shape[-1]:
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        widest = max(v.shape[-1], q.shape[-1])
+        q, k, v = (pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
+    y = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return y[:, :, -q_time:, :width]
+
+
+def _mask(q: Tensor, k: Tensor, sight: Sight, bias: Bias | None) -> Tensor:
+    """What is seen, or the bias where it is seen and -inf elsewhere."""
+    seen = sight.mask(q.shape[2], k.shape[2], q.device)
+    if bias is None:
+        return seen
+    return bias.dense().to(q.dtype).masked_fill(~seen, -math.inf)
+
+
+def _with_channels(q: Tensor, k: Tensor, v: Tensor, fade: Fade | None, sink: Tensor | None, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v with the channels, and the key, that stand for a fade and a sink."""
+    shared = q.shape[1] // k.shape[1]
+    # A fade and a sink differ between the query heads that share a key.
+    k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
+    q, ones = q * scale, torch.ones_like
+    if fade is not None:
+        a, b = (x.unsqueeze(-1).to(q.dtype) for x in fade)
+        q, k = torch.cat([q, a, ones(a)], -1), torch.cat([k, ones(b), -b], -1)
+    if sink is not None:
+        key = pad(sink.to(k.dtype)[None, :, None, None], (k.shape[-1], 0)).expand(len(k), -1, -1, -1)
+        q = pad(q, (0, 1), value=1.0)
+        k, v = torch.cat([key, pad(k, (0, 1))], dim=2), pad(v, (0, 0, 1, 0))
+    return q, k, v

@@ -1,0 +1,311 @@
+"""How attention is cut into tiles: which slices of slots each tile of queries looks at, and what of them it may not see.
+
+A tile is `tile` queries in a row; slices of slots lie at the same distance from each tile of a group, so that one matrix product serves
+them all. Full attention has one tile a group and one slice for every `width` slots in its sight; a window has many tiles a group, and one
+slice as wide as the window and the tile. Sinks are slots picked one by one. What a slice holds too much is masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor
+from torch.nn.functional import pad
+
+from variants.ops.attention import Sight
+
+#: Numbers in a tile of weights, all rows and heads together: 2 MB in fp32, the second-level cache of one core.
+TILE = 2**19
+#: Queries in a tile, at most and at least; and slots in a slice, where a window does not say how many.
+QUERIES, FEWEST, SLOTS = 256, 32, 512
+
+
+class Mask(NamedTuple):
+    """added: 0 where the slot is seen, and where not the half of the lowest number, which leaves room for the logit itself; infinity would
+    make NaN. kept: 1 and 0. Both (tiles, rows, 1, 1, tile, slots), 1 where all are alike.
+    """
+
+    added: Tensor
+    kept: Tensor
+
+
+@runtime_checkable
+class Step(Protocol):
+    """The slots that a group of tiles looks at in one product."""
+
+    def take(self, slots: Shaped[Tensor, "rows groups slots channels"]) -> Shaped[Tensor, "tiles_rows_groups taken channels"]:
+        """What of the slots each tile looks at."""
+
+    def give(
+        self,
+        slots: Float[Tensor, "rows groups slots channels"],
+        weights: Float[Tensor, "tiles_rows_groups queries taken"],
+        x: Float[Tensor, "tiles_rows_groups queries channels"],
+        scale: float = 1.0,
+    ) -> None:
+        """Add scale weights^T x to the slots where `take` took it."""
+
+    def mask(self, dtype: torch.dtype) -> Mask | None:
+        """What the tiles may not see of it; None where they see it all."""
+
+
+class Group(NamedTuple):
+    """Tiles first .. last - 1. slices: (low, high) recent slots of the first tile; those of the next one lie `tile` further on."""
+
+    first: int
+    last: int
+    slices: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """The tiling of a problem."""
+
+    sight: Sight
+    q_time: int
+    recent: int
+    tile: int
+    width: int
+    count: int
+    groups: tuple[Group, ...]
+    before: Tensor
+    after: Tensor | None
+    #: For each tile, the lowest and the highest slot at which a segment of its queries begins, and at which one ends.
+    begins: tuple[Sequence[int], Sequence[int]] | None
+    ends: tuple[Sequence[int], Sequence[int]] | None
+    #: Masks that are the same for all rows, by what they depend on.
+    masks: dict[tuple[int | None, int, int, torch.dtype], Mask] = field(default_factory=dict)
+
+    @property
+    def offset(self) -> int:
+        """The recent slot at which query 0 stands."""
+        return self.recent - self.q_time
+
+    def queries(self, x: Shaped[Tensor, "rows heads q_time channels"], groups: int) -> Shaped[Tensor, "tiles rows groups queries channels"]:
+        """x cut into tiles; the queries of the heads that share a key/value head lie in one tile, head by head."""
+        rows, heads, time, channels = x.shape
+        if time != self.count * self.tile:
+            x = pad(x, (0, 0, 0, self.count * self.tile - time))
+        x = x.reshape(rows, groups, heads // groups, self.count, self.tile, channels)
+        return x.permute(3, 0, 1, 2, 4, 5).flatten(3, 4)
+
+    def untiled(self, tiles: Tensor, group: Group, shared: int) -> Shaped[Tensor, "rows heads queries channels"]:
+        """What `queries` did, undone for the tiles of one group: (tiles, rows, groups, queries, channels)."""
+        count, rows, groups, _, channels = tiles.shape
+        x = tiles.view(count, rows, groups, shared, self.tile, channels).permute(1, 2, 3, 0, 4, 5)
+        x = x.reshape(rows, groups * shared, count * self.tile, channels)
+        return x[:, :, : self.span(group).stop - self.span(group).start]
+
+    def span(self, group: Group) -> slice:
+        """The queries of a group."""
+        return slice(group.first * self.tile, min(group.last * self.tile, self.q_time))
+
+    def steps(self, group: Group, rows: slice) -> Iterator[Step]:
+        """Everything a group looks at, in these rows of the batch."""
+        for low, high in group.slices:
+            yield _Slice(self, group, rows, low, high)
+        if self.sight.sinks and group.slices:
+            yield _Sinks(self, group, rows)
+
+    def extents(self, rows: slice, tiles: slice) -> tuple[Tensor, Tensor | None]:
+        """`before` and `after` of these rows and tiles: (rows, tiles, tile), one row where all are alike."""
+        before = self.before if len(self.before) == 1 else self.before[rows]
+        after = self.after if self.after is None or len(self.after) == 1 else self.after[rows]
+        return before[:, tiles], None if after is None else after[:, tiles]
+
+
+def tiling(sight: Sight, q_time: int, k_time: int, shared: int, device: torch.device) -> Tiling:
+    """The tiling of `q_time` queries over `k_time` slots, where `shared` query heads read one key/value head."""
+    recent = k_time - sight.kept
+    offset = recent - q_time
+    wanted = q_time // 8 if sight.window is None else window_tile(sight.window)
+    tile = min(q_time, _power_of_two(min(max(wanted, FEWEST), max(QUERIES // shared, FEWEST))))
+    count = -(-q_time // tile)
+    before, after = sight.extents(q_time, k_time, device)
+    last = torch.arange(count * tile, device=device).clamp(max=q_time - 1)
+    before = before[:, last].view(-1, count, tile)
+    after = None if after is None else after[:, last].view(-1, count, tile)
+    begins = ends = None
+    if sight.before is not None:
+        slots = last.view(count, tile) + offset
+        begins, ends = _extremes(slots - before), None if after is None else _extremes(slots + after)
+
+    back, ahead = recent, 0 if sight.causal else recent + q_time
+    if sight.window is not None:
+        back = _multiple(sight.window - 1, tile)
+        ahead = 0 if sight.causal else _multiple(max(sight.window, sight.sinks) - 1, tile)
+    slices = [(i * tile + offset - back, (i + 1) * tile + offset + ahead) for i in range(count)]
+    width = back + tile + ahead
+    if sight.window is not None and width <= 2 * SLOTS:
+        together = max(1, TILE // (shared * tile * width))
+        # Near the ends slices are cut short, and no two are alike.
+        inner = [i for i, (low, high) in enumerate(slices) if low >= sight.sinks and high <= recent] or [count, count - 1]
+        cuts = [*range(inner[0]), *range(inner[0], inner[-1] + 1, together), *range(inner[-1] + 1, count), count]
+    else:
+        width, cuts = min(recent, max(SLOTS, SLOTS * QUERIES // (shared * tile))), [*range(count + 1)]
+    groups = []
+    for first, last in pairwise(cuts):
+        low, high = slices[first]
+        low = max(low, 0 if begins is None or last > first + 1 else max(0, begins[0][first]))
+        high = min(high, recent if ends is None or last > first + 1 else min(recent, ends[1][first] + 1))
+        groups.append(Group(first, last, tuple((s, min(s + width, high)) for s in range(low, high, width))))
+    return Tiling(sight, q_time, recent, tile, width, count, tuple(groups), before, after, begins, ends)
+
+
+def window_tile(window: int) -> int:
+    """Queries in a tile of a window: few, because a tile looks at their number of slots more than the window has."""
+    return min(max(window // 4, FEWEST), QUERIES)
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """Slots low .. high - 1 of the first tile, and for each next one those `tile` further on."""
+
+    tiling: Tiling
+    group: Group
+    rows: slice
+    low: int
+    high: int
+
+    def take(self, slots: Shaped[Tensor, "rows groups slots channels"]) -> Shaped[Tensor, "tiles_rows_groups taken channels"]:
+        reached = self._reached(slots)
+        if self._tiles == 1:
+            return reached.flatten(0, 1)
+        slices = reached.unfold(2, self.high - self.low, self.tiling.tile)
+        return slices.permute(2, 0, 1, 4, 3).reshape(-1, self.high - self.low, slots.shape[-1])
+
+    def give(
+        self,
+        slots: Float[Tensor, "rows groups slots channels"],
+        weights: Float[Tensor, "tiles_rows_groups queries taken"],
+        x: Float[Tensor, "tiles_rows_groups queries channels"],
+        scale: float = 1.0,
+    ) -> None:
+        reached, tiles, tile = self._reached(slots), self._tiles, self.tiling.tile
+        if tiles == 1:
+            reached.flatten(0, 1).baddbmm_(weights.transpose(1, 2), x, alpha=scale)
+            return
+        for i in range(weights.shape[-1] // tile):  # slices overlap, but not the i-th pieces of them
+            piece = reached[:, :, i * tile : (i + tiles) * tile]
+            piece = piece.view(*piece.shape[:2], tiles, tile, -1).permute(2, 0, 1, 3, 4)
+            piece_of = weights[:, :, i * tile : (i + 1) * tile].transpose(1, 2)
+            if len(weights) == tiles:
+                piece.flatten(0, 2).baddbmm_(piece_of, x, alpha=scale)
+            else:
+                piece.add_(torch.bmm(piece_of, x).view(piece.shape), alpha=scale)
+
+    def mask(self, dtype: torch.dtype) -> Mask | None:
+        if self._all_seen():
+            return None
+        tiling, first = self.tiling, self.group.first
+        # Where neither segments nor sinks are near, only the distance counts.
+        alike = tiling.sight.before is None and (tiling.sight.window is None or self.low >= tiling.sight.sinks)
+        key = (None if alike else first, self.low - self._here, self.high - self.low, dtype)
+        if key in tiling.masks:
+            return tiling.masks[key]
+        tiles = torch.arange(first, first + 1 if alike else self.group.last, device=tiling.before.device)[:, None]
+        query = tiles * tiling.tile + torch.arange(tiling.tile, device=tiles.device)
+        slot = self.low + (tiles - first) * tiling.tile + torch.arange(self.high - self.low, device=tiles.device)
+        before, after = tiling.extents(self.rows, slice(first, first + len(tiles)))
+        found = _mask(tiling.sight.sees(query, slot, before, after, tiling.offset), dtype)
+        if tiling.sight.before is None:
+            tiling.masks[key] = found
+        return found
+
+    @property
+    def _tiles(self) -> int:
+        return self.group.last - self.group.first
+
+    @property
+    def _here(self) -> int:
+        """The slot at which the first query stands."""
+        return self.group.first * self.tiling.tile + self.tiling.offset
+
+    def _reached(self, slots: Tensor) -> Tensor:
+        """The slots from the first tile's first to the last tile's last."""
+        start = self.tiling.sight.kept + self.low
+        return slots[:, :, start : start + self.high - self.low + (self._tiles - 1) * self.tiling.tile]
+
+    def _all_seen(self) -> bool:
+        """Whether every query of every tile sees every slot of its slice."""
+        tiling, sight, here = self.tiling, self.tiling.sight, self._here
+        for i in range(self._tiles):
+            low, high, tile = self.low + i * tiling.tile, self.high + i * tiling.tile, self.group.first + i
+            if tiling.begins is not None and low < tiling.begins[1][tile]:
+                return False
+            if tiling.ends is not None and high - 1 > tiling.ends[0][tile]:
+                return False
+        if sight.causal and self.high - 1 > here:
+            return False
+        return sight.window is None or max(here + tiling.tile - 1 - self.low, self.high - 1 - here) < sight.window
+
+
+class _Sinks:
+    """The first slots of the segment in which each tile begins, where no slice of the tile reaches them.
+
+    Of a segment that begins inside the tile, the slices hold all sinks.
+    """
+
+    def __init__(self, tiling: Tiling, group: Group, rows: slice):
+        first, last, slices = group
+        kept, device = tiling.sight.kept, tiling.before.device
+        tiles = torch.arange(first, last, device=device)[:, None]
+        before, _ = tiling.extents(rows, slice(first, last))
+        here = tiles * tiling.tile + tiling.offset
+        origin = here - before[:, :, :1]  # rows tiles 1
+        place = torch.arange(tiling.sight.sinks, device=device)
+        slot = origin + place
+        own = here + torch.arange(tiling.tile, device=device) - before == origin
+        lowest = (slices[0][0] + (tiles - first) * tiling.tile).clamp(min=0)
+        self.seen = own.unsqueeze(-1) & (slot < lowest).unsqueeze(-2)
+        #: Where they lie: among the recent slots, or, if the cache has let them go, in front of those.
+        recent = kept + slot.clamp(max=tiling.recent - 1)
+        self.slot = torch.where(slot < 0, place.clamp(max=max(kept - 1, 0)), recent)
+
+    def take(self, slots: Shaped[Tensor, "rows groups slots channels"]) -> Shaped[Tensor, "tiles_rows_groups taken channels"]:
+        found = slots.transpose(1, 2)[self._index(slots)]  # rows tiles sinks groups channels
+        return found.permute(1, 0, 3, 2, 4).flatten(0, 2)
+
+    def give(
+        self,
+        slots: Float[Tensor, "rows groups slots channels"],
+        weights: Float[Tensor, "tiles_rows_groups queries taken"],
+        x: Float[Tensor, "tiles_rows_groups queries channels"],
+        scale: float = 1.0,
+    ) -> None:
+        tiles, sinks = self.slot.shape[1:]
+        part = torch.bmm(weights.transpose(1, 2), x).mul_(scale).view(tiles, *slots.shape[:2], sinks, slots.shape[-1])
+        slots.transpose(1, 2).index_put_(self._index(slots), part.permute(1, 0, 3, 2, 4), accumulate=True)
+
+    def mask(self, dtype: torch.dtype) -> Mask | None:
+        return _mask(self.seen, dtype)
+
+    def _index(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        rows = torch.arange(len(slots), device=slots.device)[:, None, None]
+        return rows, self.slot.expand(len(slots), -1, -1)
+
+
+def _mask(seen: Bool[Tensor, "rows tiles tile slots"], dtype: torch.dtype) -> Mask:
+    """Both forms of a mask, laid out as weights are."""
+    kept = seen.transpose(0, 1)[:, :, None, None].to(dtype)
+    return Mask((kept - 1).mul_(torch.finfo(dtype).max / 2), kept)
+
+
+def _extremes(x: Int[Tensor, "rows tiles tile"]) -> tuple[list[int], list[int]]:
+    """The least and the greatest of each tile over all rows."""
+    return x.amin((0, 2)).tolist(), x.amax((0, 2)).tolist()
+
+
+def _multiple(x: int, of: int) -> int:
+    """The next multiple from x on."""
+    return -(-x // of) * of
+
+
+def _power_of_two(x: int) -> int:
+    """The last power of two up to x."""
+    return 1 << (x.bit_length() - 1)
