@@ -160,15 +160,35 @@ def report(
 
 @verb
 def bench(
-    level: Annotated[str, typer.Option(help="model (a whole training step).")] = "model",
-    repeats: Annotated[int, typer.Option(help="Timed repetitions of each candidate.")] = 7,
+    level: Annotated[str, typer.Option(help="core (numerical cores and peers), layer (variants) or model (a training step).")] = "model",
+    only: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Groups or variants, comma separated. May be repeated.")] = None,
+    mode: Annotated[str | None, typer.Option(help="forward, train or decode (default: all that the level has).")] = None,
+    lengths: Annotated[str | None, typer.Option(help="Tokens, comma separated: in decode mode, those in the cache.")] = None,
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
+    heads: Annotated[int, typer.Option(help="Heads.")] = 4,
+    head_dim: Annotated[int, typer.Option(help="Width of a head at core level.")] = 64,
+    dim: Annotated[int, typer.Option(help="Width of a layer.")] = 256,
+    window: Annotated[int, typer.Option(help="Tokens in sight of the group window, at core level.")] = 256,
+    repeats: Annotated[int | None, typer.Option(help="Timed rounds (default: 7, at core and layer level 3 where they are long).")] = None,
     threads: Annotated[int, typer.Option(help="Threads of torch.")] = 2,
+    plugin: Plugins = None,
     as_json: Json = False,
 ) -> None:
     """Time candidates and peers against each other, interleaved in one process."""
     from experiments.bench import run
 
-    run.bench(level, repeats=repeats, threads=threads, report=print_json if as_json else None)
+    registry.load_plugins(plugin or [])
+    sizes = {"batch": batch, "heads": heads, "head_dim": head_dim, "dim": dim, "window": window}
+    run.bench(
+        level,
+        only=only or [],
+        mode=mode,
+        lengths=lengths,
+        sizes=sizes,
+        repeats=repeats,
+        threads=threads,
+        report=print_json if as_json else None,
+    )
 
 
 def main() -> None:

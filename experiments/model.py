@@ -192,6 +192,8 @@ def build(config: Mapping[str, Any], vocab_size: int) -> Decoder:
     for layer, spec in enumerate(mixer_specs(config)):
         positioned = not embeds and model.position_layers[layer % len(model.position_layers)]
         arguments = dict(spec, position=config["position"] if positioned else None)
+        if arguments.get("layer") is None and "layer" in _options(spec["name"]):
+            arguments["layer"] = layer  # a variant that differs from layer to layer is told which one it is
         mixers.append(registry.variants.build(arguments.pop("name"), dim=model.dim, heads=model.heads, **arguments))
     position = (
         registry.positions.resolve(config["position"], head_dim=model.dim // model.heads, heads=model.heads, dim=model.dim)
@@ -207,6 +209,10 @@ def build(config: Mapping[str, Any], vocab_size: int) -> Decoder:
         dropout=model.dropout,
         tie_embeddings=model.tie_embeddings,
     )
+
+
+def _options(name: str) -> set[str]:
+    return {option.name for option in registry.options(registry.variants.get(name))}
 
 
 def on_meta(config: Mapping[str, Any], vocab_size: int) -> Decoder:

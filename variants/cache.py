@@ -35,7 +35,13 @@ class Slots:
         locked = self._buffer.is_inference() and not torch.is_inference_mode_enabled()
         grown = object.__new__(Slots)
         if locked or end > self._buffer.shape[1] or self._filled[0] != self.count:
-            grown._buffer = self._buffer.new_empty(len(self._buffer), 2 * end, *self._buffer.shape[2:])
+            # Heads outside slots, as products take them: then rows and heads are one axis without a copy.
+            batch, _, *rest = self._buffer.shape
+            grown._buffer = (
+                self._buffer.new_empty(batch, *rest[:-1], 2 * end, *rest[-1:]).movedim(len(rest), 1)
+                if rest
+                else self._buffer.new_empty(batch, 2 * end)
+            )
             grown._buffer[:, : self.count] = self.tensor
             grown._filled = [end]
         else:

@@ -75,7 +75,15 @@ class Mixer(nn.Module):
             raise NotApplicable(f"{name} has no bidirectional form; causal=False is not applicable")
         self.dim, self.heads, self.causal = dim, heads, causal
         self.head_dim = head_dim if head_dim is not None else dim // heads
-        scheme = position_schemes.resolve(position, head_dim=self.head_dim, heads=heads, dim=dim)
+        self.position: Scheme | None = self.resolve_position(position, self.head_dim)
+
+    def resolve_position(self, position: Any, head_dim: int) -> Scheme | None:
+        """The scheme that `position` stands for; it sees `head_dim` channels of queries and keys.
+
+        Raises NotApplicable for one that needs a hook which the variant lacks, ValueError for one that turns another number of channels.
+        """
+        name = type(self).__name__
+        scheme: Scheme | None = position_schemes.resolve(position, head_dim=head_dim, heads=self.heads, dim=self.dim)
         missing = sorted(set(scheme.hooks) - {"embed"} - set(self.hooks)) if scheme is not None else []
         if missing:
             reason = f": {self.refused[missing[0]]}" if missing[0] in self.refused else ""
@@ -83,7 +91,9 @@ class Mixer(nn.Module):
                 f"position {type(scheme).__name__} needs the hook {missing[0]!r}, which {name} does not have{reason}; "
                 "choose another position"
             )
-        self.position: Scheme | None = scheme
+        if scheme is not None and "rotate" in scheme.hooks and scheme.head_dim != head_dim:
+            raise ValueError(f"{name}: its position turns {head_dim} channels; {type(scheme).__name__} has head_dim={scheme.head_dim}")
+        return scheme
 
     def forward(self, x: Float[Tensor, "batch time dim"], context: Context | None = None, state: State | None = None) -> MixerOutput:
         """Mix tokens over time. Raises ValueError for shapes that do not fit and for what the variant cannot honour."""
@@ -172,6 +182,11 @@ class Mixer(nn.Module):
                 raise ValueError(f"{name}: {kind} must be int32 or int64; got {part.dtype}")
         if context.valid is not None and context.valid.dtype != torch.bool:
             raise ValueError(f"{name}: valid must be boolean, True at real tokens; got {context.valid.dtype}")
+        if context.segment_ids is not None and self.position is not None and self.position.length_dependent:
+            scheme = type(self.position).__name__
+            raise ValueError(
+                f"{name}: {scheme} depends on the length of a row, and packed segments have lengths of their own; give one a row"
+            )
         if state is not None and not self.causal:
             raise ValueError(f"{name} with causal=False takes no state")
         if state is not None and state["seen"].shape[0] != x.shape[0]:

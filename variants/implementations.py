@@ -9,9 +9,11 @@ Importing this module imports neither torch nor any optional package.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -21,15 +23,18 @@ logger = logging.getLogger(__name__)
 
 
 class Package(NamedTuple):
-    """What an implementation needs beyond torch: the module it imports, the extra of attnlab that installs it, a CUDA device or not."""
+    """What an implementation needs: a module besides torch, the extra of attnlab that installs it, a CUDA device or not."""
 
-    module: str
+    module: str | None
     extra: str
     cuda: bool
 
 
-#: Every other name (`reference`, `torch`, `sdpa`) needs torch alone.
-PACKAGES = {"flash_attn": Package("flash_attn", extra="cuda", cuda=True)}
+#: Every other name (`reference`, `torch`, `sdpa`) needs torch alone, on any device.
+PACKAGES = {
+    "flash_attn": Package("flash_attn", extra="cuda", cuda=True),
+    "flex": Package(None, extra="", cuda=True),  # torch has it, but on a CPU it gives no gradients
+}
 
 
 class NotUsable(UserError, ValueError):
@@ -41,14 +46,12 @@ def usable(name: str, device: str | None = None) -> str | None:
     package = PACKAGES.get(name)
     if package is None:
         return None
-    missing = _import_error(package)
+    missing = None if package.module is None else _import_error(package.module, package.extra)
     if missing is not None or not package.cuda:
         return missing
-    import torch
-
     if device is not None and not device.startswith("cuda"):
         return f"runs on cuda, not on {device}"
-    return None if torch.cuda.is_available() else "needs a CUDA device, and there is none"
+    return None if _cuda() else "needs a CUDA device, and there is none"
 
 
 def choose(
@@ -75,15 +78,27 @@ def choose(
 
 
 @functools.cache
-def _import_error(package: Package) -> str | None:
+def _cuda() -> bool:
+    """Whether torch sees a CUDA device. It is asked only where there is a driver: importing it takes seconds."""
+    try:
+        ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@functools.cache
+def _import_error(module: str, extra: str) -> str | None:
     """Why the package cannot be imported; asked once a process, since a broken import may take seconds to fail."""
     try:
-        importlib.import_module(package.module)
+        importlib.import_module(module)
     except KeyboardInterrupt:
         raise
     except ModuleNotFoundError as error:
-        if error.name == package.module:
-            return f"not installed: pip install 'attnlab[{package.extra}]'"
+        if error.name == module:
+            return f"not installed: pip install 'attnlab[{extra}]'"
         return f"unavailable: {error}"
     except BaseException as error:  # another binary interface, a missing driver, even sys.exit: it must not take us with it
         return f"unavailable: {str(error) or type(error).__name__}"

@@ -6,8 +6,9 @@ loop possible over the same model, data and optimizer.
 
 from __future__ import annotations
 
+import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import lightning as L
@@ -15,11 +16,16 @@ import torch
 import torch.nn.functional as F
 
 from experiments import settings
+from experiments.bench.candidate import ROUNDS, Notes, Point, Timing
+from experiments.bench.sizes import Sizes
 from experiments.config import resolve
 from experiments.module import TrainingModule, TrainingStream, parameter_groups
 from experiments.tasks.contract import IGNORE
 from experiments.train import make_trainer, prepare
+from registry import UserError
 
+MODES = ("train",)
+PEER = "logits everywhere"
 #: The sizes of figure 2 of Zoology (Arora et al. 2023): length, pairs, width, batch; vocabulary 8,192, two layers, one head, no MLP.
 SIZES = ((64, 4, 64, 256), (256, 16, 128, 32))
 
@@ -93,25 +99,48 @@ def verify(config: dict[str, Any]) -> None:
     torch.testing.assert_close(gathered, everywhere)
 
 
-def candidates(repeats: int) -> Iterator[dict[str, Any]]:
-    """Per size and candidate: name, whether it is a peer, length, tokens and flops a step, and seconds of every step."""
+def run(
+    sizes: Sizes, only: Sequence[str], modes: Sequence[str], lengths: Sequence[int], repeats: int | None, notes: Notes
+) -> Iterator[Timing | Point]:
+    """Both at every size, or at those of the given lengths. Batch, heads and widths are the figure's."""
+    if only:
+        raise UserError(f"--only chooses groups at core level and variants at layer level; at model level --lengths chooses: {_lengths()}")
+    for length in lengths:
+        if length not in {size[0] for size in SIZES}:
+            raise UserError(f"--lengths: the model level has the lengths {_lengths()}; got {length}")
     for size in SIZES:
-        config = figure_two(*size)
-        verify(config)
-        length, pairs, dim, batch = size
-        _, model = prepare(config)
-        ours: list[float] = []
-        peer: list[float] = []
-        for _ in range(repeats):
-            ours += harness(config, 8)
-            peer += logits_everywhere(config, 2)
-        for name, is_peer, seconds, scored in (("attnlab", False, ours, pairs), ("logits everywhere", True, peer, length)):
-            yield {
-                "candidate": f"{name}, width {dim}",
-                "peer": is_peer,
-                "length": length,
-                "tokens": batch * length,
-                "flops": 3 * batch * model.flops(length, scored),
-                "seconds": seconds,
-                "state_bytes": 4 * model.state_elements(length),
-            }
+        if not lengths or size[0] in lengths:
+            yield from both(size, repeats or ROUNDS)
+
+
+def both(size: tuple[int, int, int, int], repeats: int) -> Iterator[Timing]:
+    """Ours and the peer at one size."""
+    config = figure_two(*size)
+    verify(config)
+    length, pairs, dim, batch = size
+    _, model = prepare(config)
+    ours: list[float] = []
+    peer: list[float] = []
+    for _ in range(repeats):
+        ours += harness(config, 8)
+        peer += logits_everywhere(config, 2)
+    for name, is_peer, seconds, scored in ((PEER, True, peer, length), ("attnlab", False, ours, pairs)):
+        yield Timing(
+            level="model",
+            group=f"width {dim}",
+            baseline=PEER,
+            candidate=name,
+            peer=is_peer,
+            mode="train",
+            length=length,
+            tokens=batch * length,
+            flops=3 * batch * model.flops(length, scored),
+            seconds=seconds,
+            # Of the process, which never gives any back: a whole training step does not stay within one torch call.
+            peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            state_bytes=4 * batch * model.state_elements(length),
+        )
+
+
+def _lengths() -> str:
+    return ", ".join(str(size[0]) for size in SIZES)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import yaml
 from rich.console import Console
 from rich.padding import Padding
@@ -26,6 +27,7 @@ def check(name: str, words: Sequence[str], *, fast: bool, report: Callable[[Any]
         raise UserError(f"{name!r} is a position scheme; it is checked under a variant: attnlab check full position={name}")
     console = Console(stderr=True)
     options = _options(name, words)
+    torch.set_num_threads(1)  # all tensors are small, and more threads would spend their time waiting for each other
     with console.status(f"checking {name}") as progress:
         outcomes = run_checks(
             name, options=options, fast=fast, on_progress=lambda prop, done, total: progress.update(f"{done}/{total} {prop}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -125,3 +127,12 @@ def test_flops_count_the_output_layer_at_scored_tokens_alone():
 def test_reach_adds_up_over_layers():
     assert decoder("variant=sliding_window", "variant.window=4").reach() == 2 * (3 + 2)
     assert decoder().reach() is None
+
+
+def test_a_variant_that_differs_from_layer_to_layer_is_told_its_index():
+    def shares(*words):
+        config = resolve(["model.dim=16", "model.heads=2", "model.layers=3", "variant=differential", *words])
+        return [block.mixer.lambda_init for block in build(config, vocab_size=8).blocks]
+
+    assert shares() == pytest.approx([0.8 - 0.6 * math.exp(-0.3 * layer) for layer in range(3)])
+    assert shares("variant.layer=5") == pytest.approx([0.8 - 0.6 * math.exp(-1.5)] * 3)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from registry import UserError, positions, variants
+from registry import options as options_of
 from variants import implementations
 from variants.conformance.checks import PROPERTIES, Property, sentence
 from variants.conformance.subject import BLOCK_ATTRIBUTES, LARGEST_BLOCK, Failed, Subject, first_line
@@ -144,7 +145,8 @@ def _refusal(subject: Subject) -> str | None:
 
 def _with_small_blocks(given: Subject) -> Subject:
     """The same with blocks of FAST_BLOCK where their size was left open, if the variant can be built so."""
-    sizes = {name: FAST_BLOCK for name in BLOCK_ATTRIBUTES if given.takes(name) and name not in given.arguments}
+    defaults = {option.name: option.default for option in options_of(variants.get(given.name))}
+    sizes = {name: FAST_BLOCK for name in BLOCK_ATTRIBUTES if defaults.get(name) is not None and name not in given.arguments}
     small = replace(given, arguments={**given.arguments, **sizes}, label=f"with {_in_words(sizes)}" if sizes else given.label)
     return small if _refusal(small) is None else given
 

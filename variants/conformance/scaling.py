@@ -34,7 +34,7 @@ TIME_MARGIN = 0.5
 #: Share of the variance that a power law must explain before the wall time is believed.
 GOOD_FIT = 0.97
 #: A forward and backward pass beyond which no longer sequence is tried: operations, bytes.
-CHEAP = (500_000_000, 64_000_000)
+CHEAP = (2_000_000_000, 64_000_000)
 #: Options that cut the work into chunks, unless the class says otherwise in `chunk_options`.
 CHUNK_OPTIONS = ("chunk", "block")
 #: Implementations whose work does not pass torch's dispatcher.

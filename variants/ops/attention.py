@@ -79,34 +79,26 @@ class Sight:
 
     def mask(self, q_time: int, k_time: int, device: torch.device) -> Bool[Tensor, "rows 1 q_time k_time"]:
         """True where the query sees the slot; one row for all where nothing differs between rows."""
-        query, recent = torch.arange(q_time, device=device), torch.arange(k_time - self.kept, device=device)
-        before, after = self.extents(q_time, k_time, device)
-        seen = self.sees(query, recent, before, after, k_time - self.kept - q_time)
-        if self.kept:
-            # Kept sink p lies before_i - p tokens behind query i; where that is among the recent slots, it is not seen twice.
-            reach = query[:, None] + k_time - self.kept - q_time
-            far = before[..., None] - torch.arange(self.kept, device=device) > reach
-            seen = torch.cat([far, seen], dim=-1)
-        return seen.unsqueeze(1)
+        query, slot = torch.arange(q_time, device=device)[:, None], torch.arange(k_time, device=device)
+        before, after = (None if x is None else x.unsqueeze(-1) for x in self.extents(q_time, k_time, device))
+        assert before is not None
+        return self.sees(query, slot, before, after, q_time, k_time).unsqueeze(1)
 
-    def sees(
-        self,
-        query: Int[Tensor, "*tiles queries"],
-        recent: Int[Tensor, "*tiles slots"],
-        before: Int[Tensor, "rows *tiles queries"],
-        after: Int[Tensor, "rows *tiles queries"] | None,
-        offset: int,
-    ) -> Bool[Tensor, "rows *tiles queries slots"]:
-        """The rule for numbered queries and recent slots. offset: the slot at which query 0 stands. before, after: those of the queries."""
-        distance = query.unsqueeze(-1) + offset - recent.unsqueeze(-2)
-        seen = distance <= before.unsqueeze(-1)
+    def sees(self, query: Tensor, slot: Tensor, before: Tensor, after: Tensor | None, q_time: int, k_time: int) -> Bool[Tensor, "*shape"]:
+        """The rule, for numbered queries and slots of any shapes that go together. before, after: those of the queries."""
+        distance = query + k_time - q_time - slot
+        seen = distance <= before
         if self.causal:
             seen = seen & (distance >= 0)
         elif after is not None:
-            seen = seen & (distance >= -after.unsqueeze(-1))
+            seen = seen & (distance >= -after)
         if self.window is not None:
             near = distance.abs() < self.window
-            seen = seen & ((near | (before.unsqueeze(-1) - distance < self.sinks)) if self.sinks else near)
+            seen = seen & ((near | (before - distance < self.sinks)) if self.sinks else near)
+        if self.kept:
+            # Kept sink p lies before - p tokens behind the query; where that is among the recent slots, it is not seen twice.
+            far = before - slot > query + k_time - self.kept - q_time
+            seen = torch.where(slot < self.kept, far, seen)
         return seen
 
     def extents(

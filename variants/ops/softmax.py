@@ -25,8 +25,9 @@ from torch.autograd.function import once_differentiable
 from variants.ops.attention import CAUSAL, Bias, Fade, Output, Sight
 from variants.ops.tiling import TILE, Group, Step, Tiling, tiling
 
-#: The least logit, after the row's maximum is subtracted; the exponential of any lower one is raised to that of this.
-FLOOR = {torch.float32: -80.0, torch.float64: -700.0}
+#: The least logit, after the row's maximum is subtracted; the exponential of any lower one is raised to that of this. So small a weight is
+#: lost in the sum, and yet so large that its product with a small gradient is still a normal number.
+FLOOR = {torch.float32: -40.0, torch.float64: -100.0}
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Float[Tensor, "batch heads q_time value_dim"]:

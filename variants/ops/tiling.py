@@ -22,7 +22,7 @@ from variants.ops.attention import Sight
 #: Numbers in a tile of weights, all rows and heads together: 2 MB in fp32, the second-level cache of one core.
 TILE = 2**19
 #: Queries in a tile, at most and at least; and slots in a slice, where a window does not say how many.
-QUERIES, FEWEST, SLOTS = 256, 32, 512
+QUERIES, FEWEST, SLOTS = 256, 16, 512
 
 
 class Mask(NamedTuple):
@@ -158,8 +158,10 @@ def tiling(sight: Sight, q_time: int, k_time: int, shared: int, device: torch.de
 
 
 def window_tile(window: int) -> int:
-    """Queries in a tile of a window: few, because a tile looks at their number of slots more than the window has."""
-    return min(max(window // 4, FEWEST), QUERIES)
+    """Queries in a tile of a window: few, because a tile looks at their number of slots more than the window has; but not too few for a
+    product (measured at windows of 8 to 256).
+    """
+    return min(max(window // 4, min(window // 2, 2 * FEWEST), FEWEST), QUERIES)
 
 
 @dataclass(frozen=True)
@@ -210,9 +212,11 @@ class _Slice:
             return tiling.masks[key]
         tiles = torch.arange(first, first + 1 if alike else self.group.last, device=tiling.before.device)[:, None]
         query = tiles * tiling.tile + torch.arange(tiling.tile, device=tiles.device)
-        slot = self.low + (tiles - first) * tiling.tile + torch.arange(self.high - self.low, device=tiles.device)
-        before, after = tiling.extents(self.rows, slice(first, first + len(tiles)))
-        found = _mask(tiling.sight.sees(query, slot, before, after, tiling.offset), dtype)
+        slot = self._start + (tiles - first) * tiling.tile + torch.arange(self.high - self.low, device=tiles.device)
+        before, after = (None if x is None else x.unsqueeze(-1) for x in tiling.extents(self.rows, slice(first, first + len(tiles))))
+        assert before is not None
+        k_time = tiling.recent + tiling.sight.kept
+        found = _mask(tiling.sight.sees(query.unsqueeze(-1), slot.unsqueeze(-2), before, after, tiling.q_time, k_time), dtype)
         if tiling.sight.before is None:
             tiling.masks[key] = found
         return found
@@ -222,14 +226,18 @@ class _Slice:
         return self.group.last - self.group.first
 
     @property
+    def _start(self) -> int:
+        """The first slot, kept ones counted."""
+        return self.tiling.sight.kept + self.low
+
+    @property
     def _here(self) -> int:
         """The slot at which the first query stands."""
         return self.group.first * self.tiling.tile + self.tiling.offset
 
     def _reached(self, slots: Tensor) -> Tensor:
         """The slots from the first tile's first to the last tile's last."""
-        start = self.tiling.sight.kept + self.low
-        return slots[:, :, start : start + self.high - self.low + (self._tiles - 1) * self.tiling.tile]
+        return slots[:, :, self._start : self._start + self.high - self.low + (self._tiles - 1) * self.tiling.tile]
 
     def _all_seen(self) -> bool:
         """Whether every query of every tile sees every slot of its slice."""

@@ -154,6 +154,9 @@ FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {"elu": elu_plus_one, "rel
 
 
 def _divide(y: Tensor, total: Tensor) -> Tensor:
-    """y / total; 0, with no gradient, where a query matched no key at all, as it may with relu features."""
-    matched = total > 0
+    """y / total; 0, with no gradient, where a query matched no key at all, as it may with relu features.
+
+    A total that has all but vanished counts as none: the gradient, which it divides twice, would overflow.
+    """
+    matched = total > torch.finfo(total.dtype).tiny ** (2 / 3)
     return torch.where(matched, y / torch.where(matched, total, 1.0), 0.0)

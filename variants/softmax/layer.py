@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from einops import rearrange
@@ -25,11 +25,18 @@ from torch import Tensor, nn
 from variants import cache, implementations
 from variants.cache import Slots
 from variants.contract import Context, Mixer, State, extent
-from variants.ops import fused, reference, softmax
+from variants.ops import flash_attn, flex, fused, reference, softmax
 from variants.ops.attention import Bias, Sight
+from variants.ops.tiling import FEWEST, window_tile
 from variants.projections import Projections
 
-ATTENTION: dict[str, Callable[..., Tensor]] = {"sdpa": fused.attention, "torch": softmax.attention, "reference": reference.attention}
+ATTENTION: dict[str, Callable[..., Tensor]] = {
+    "flash_attn": flash_attn.attention,
+    "flex": flex.attention,
+    "sdpa": fused.attention,
+    "torch": softmax.attention,
+    "reference": reference.attention,
+}
 
 
 class Softmax(Mixer):
@@ -48,8 +55,11 @@ class Softmax(Mixer):
     implementations: tuple[str, ...] = ("sdpa", "torch", "reference")
     normalises_rows = True
     bidirectional = True
-    #: Slots of the cache for the first tokens of a segment.
-    kept = 0
+    #: Whether one matrix makes queries, keys and values. A variant that makes them otherwise writes its own `mix`, state and costs.
+    projects: ClassVar[bool] = True
+    #: How many tokens are in sight, the query itself counted (None: all), and how many of a segment's first ones stay in sight for good.
+    window: int | None = None
+    sinks = 0
 
     def __init__(
         self,
@@ -73,12 +83,11 @@ class Softmax(Mixer):
             raise ValueError(f"{name}: kv_heads={self.kv_heads} does not divide heads={heads}")
         if not 0 <= dropout < 1:
             raise ValueError(f"{name}: dropout must lie in [0, 1); got {dropout}")
-        if gate not in ("none", "head", "element"):
-            raise ValueError(f"{name}: gate must be none, head or element; got {gate!r}")
         self.dropout = dropout
         without = {"sdpa": f"it cannot drop weights (dropout={dropout}) in linear memory"} if dropout else {}
         self.implementation = implementations.choose(name, impl, self.implementations, excluded=without)
-        self.projections = Projections(dim, heads, self.kv_heads, self.head_dim, short_conv=short_conv, causal=self.causal)
+        if self.projects:
+            self.projections = Projections(dim, heads, self.kv_heads, self.head_dim, short_conv=short_conv, causal=self.causal)
         self.q_norm, self.k_norm = (nn.RMSNorm(self.head_dim, eps=1e-6) if qk_norm else None for _ in range(2))
         self.gates = None if gate == "none" else nn.Linear(dim, heads * (1 if gate == "head" else self.head_dim), bias=False)
         if self.gates is not None:
@@ -93,37 +102,101 @@ class Softmax(Mixer):
         positions = context.positions
         assert positions is not None
         before, after = extent(x, context, state, self.causal)
-        q, k, v, parts = self.projections(x, context, state, before, after)
+        q, k, v, parts = self.project(x, context, state, before, after)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = (norm(x.to(norm.weight.dtype)).to(x.dtype) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
         if not self._turns_late:
             q, k = self.rotate(q, k, positions, positions)
-        new = {"keys": k.transpose(1, 2), "values": v.transpose(1, 2)}
+        new = {"keys": k.transpose(1, 2), "values": v.transpose(1, 2), **self.extra_slots(x, context, state)}
         if self._needs_positions:
             new["positions"] = positions
         slots, remembered = self.remember(new, context, state, before)
         k, v = slots["keys"].transpose(1, 2), slots["values"].transpose(1, 2)
         if self._turns_late:
             q, k = self.rotate(q, k, positions, slots["positions"])
-        y = self.attention(
-            q, k, v, sight=self.sight(before, after, state is not None), bias=self.bias(positions, slots), sink=self.sink, **self.numbers
-        )
-        if self.gates is not None:
-            gate = rearrange(torch.sigmoid(self.gates(x)), "batch time (heads width) -> batch heads time width", heads=self.heads)
-            y = y * gate.to(y.dtype)
-        return self.projections.back(y.to(x.dtype)), parts | remembered, {}
+        sight, bias = self.sight(before, after, state is not None), self.bias(positions, slots)
+        y = self.attend(q, k, v, slots, sight=sight, bias=bias, sink=self.sink, **self.numbers)
+        return self.projections.back(self.gated(y, x).to(x.dtype)), parts | remembered, {}
+
+    def project(
+        self,
+        x: Float[Tensor, "batch time dim"],
+        context: Context,
+        state: State | None,
+        before: Int[Tensor, "batch time"] | None,
+        after: Int[Tensor, "batch time"] | None,
+    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+        """Queries, keys and values, (batch, heads, time, head_dim) each, and the parts of the new state that making them needs."""
+        found: tuple[Tensor, Tensor, Tensor, dict[str, Tensor]] = self.projections(x, context, state, before, after)
+        return found
+
+    def extra_slots(self, x: Float[Tensor, "batch time dim"], context: Context, state: State | None) -> dict[str, Tensor]:
+        """What the cache holds of each new token beside its key and its value, (batch, time, ...) by name."""
+        return {}
+
+    def attend(
+        self,
+        q: Float[Tensor, "batch heads time head_dim"],
+        k: Float[Tensor, "batch kv_heads slots head_dim"],
+        v: Float[Tensor, "batch kv_heads slots head_dim"],
+        slots: dict[str, Tensor],
+        **told: Any,
+    ) -> Float[Tensor, "batch heads time head_dim"]:
+        """The heads' outputs. slots: all that is remembered, by name and newest last; `keys` are unturned there if they turn late."""
+        return self.attention(q, k, v, **told)
+
+    def gated(
+        self, y: Float[Tensor, "batch heads time head_dim"], x: Float[Tensor, "batch time dim"]
+    ) -> Float[Tensor, "batch heads time head_dim"]:
+        """The heads' outputs times the sigmoid gates that x gives them, if there are any."""
+        if self.gates is None:
+            return y
+        gate = rearrange(torch.sigmoid(self.gates(x)), "batch time (heads width) -> batch heads time width", heads=self.heads)
+        return y * gate.to(y.dtype)
 
     def sight(self, before: Int[Tensor, "batch time"] | None, after: Int[Tensor, "batch time"] | None, cached: bool) -> Sight:
         """Which slots are seen. before, after: from `contract.extent`; cached: whether a state's slots stand before the new ones."""
-        return Sight(self.causal, before=before, after=after)
+        return Sight(self.causal, self.window, self.sinks, self.kept if cached else 0, before, after)
+
+    def look_through(self, window: int | None, sinks: int) -> None:
+        """Set the window and its sinks. Raises ValueError for those that there cannot be."""
+        name = type(self).__name__
+        if window is not None and window < 1:
+            raise ValueError(f"{name}: window counts the query itself and must be at least 1; got {window}")
+        if sinks < 0:
+            raise ValueError(f"{name}: sinks must not be negative; got {sinks}")
+        if sinks and window is None:
+            raise ValueError(f"{name}: sinks={sinks} are what a window leaves in sight, and without one everything is; give window")
+        self.window, self.sinks = window, sinks
 
     def pairs(self, time: int) -> int:
-        """How many pairs of query and key a sequence of `time` tokens has."""
-        return time * (time + 1) // 2 if self.causal else time * time
+        """How many pairs of query and key are in sight in a sequence of `time` tokens."""
+        if self.window is None:
+            return time * (time + 1) // 2 if self.causal else time * time
+        near = min(self.window, time)
+        side = near * (near - 1) // 2 + (time - near) * (near - 1)
+        sinks = range(min(self.sinks, time))
+        far = sum(max(time - self.window - sink, 0) for sink in sinks)
+        if self.causal:
+            return time + side + far
+        return time + 2 * side + far + sum(max(sink - self.window + 1, 0) for sink in sinks)
+
+    @property
+    def kept(self) -> int:
+        """Slots of the cache for the first tokens of a segment."""
+        return self.sinks
 
     def recent(self, slots: int) -> int:
-        """How many of the newest slots the cache keeps, of `slots` there are."""
-        return slots
+        """How many of the newest slots the cache keeps, of `slots` there are: those that the next query has in sight."""
+        return slots if self.window is None else self.window - 1
+
+    def reach(self) -> int | None:
+        """How many tokens back an output depends on its input; with sinks, all of them."""
+        return None if self.window is None or self.sinks else self.window - 1 + self.projections.reach()
+
+    def block_sizes(self) -> tuple[int, ...]:
+        """The lengths at whose multiples something else is done."""
+        return (FEWEST,) if self.window is None else (self.window, window_tile(self.window))
 
     def remember(
         self, new: dict[str, Tensor], context: Context, state: State | None, before: Int[Tensor, "batch time"] | None
@@ -151,9 +224,14 @@ class Softmax(Mixer):
         return ATTENTION[self.implementation]
 
     @property
+    def key_dim(self) -> int:
+        """Channels of a query and of a key, by the root of whose number logits are divided."""
+        return self.head_dim
+
+    @property
     def numbers(self) -> dict[str, float]:
         """The factor on the logits, and the share of weights to drop now."""
-        scale = (1.0 if self.position is None else self.position.logit_scale) / math.sqrt(self.head_dim)
+        scale = (1.0 if self.position is None else self.position.logit_scale) / math.sqrt(self.key_dim)
         return {"scale": scale, "dropout": self.dropout if self.training else 0.0}
 
     def init_parts(self, batch: int, **like: Any) -> dict[str, Tensor]:

@@ -311,7 +311,7 @@ def test_strides_change_nothing(attention, case) -> None:
 )
 def test_the_fused_kernel_runs_forward_and_backward(case) -> None:
     widths = {"wider values": 6, "narrower values": 2}
-    q, k, v = inputs(1 if case == "one step" else 8, 8, 4, 2 if case == "grouped" else 4, value_width=widths.get(case, 4))
+    q, k, v = inputs(8, 8, 4, 2 if case == "grouped" else 4, value_width=widths.get(case, 4))
     positions = torch.arange(8).expand(2, 8)
     options = {
         "not causal": {"sight": Sight(False)},
@@ -348,6 +348,36 @@ def test_where_torch_would_take_quadratic_memory_the_tiles_run(case) -> None:
     with Largest():
         fused.attention(q, k, v, **options).sum().backward()
     assert largest < time * time // 2
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 1), (4, 2)])
+@torch.no_grad()
+def test_one_query_copies_nothing_of_the_cache(heads) -> None:
+    q, k, v = (torch.randn(2, h, t, 64) for h, t in ((heads[0], 1), (heads[1], 4096), (heads[1], 4096)))
+    most = 0
+
+    class Written(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal most
+            out = func(*args, **(kwargs or {}))
+            new = [x for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, Tensor) and x.untyped_storage()._cdata not in known]
+            most = max([most, *(x.numel() for x in new)])
+            return out
+
+    known = {x.untyped_storage()._cdata for x in (q, k, v)}
+    with Written():
+        fused.attention(q, k, v, fade=Fade(torch.zeros(2, 4, 1), torch.zeros(2, 4, 4096)), sink=torch.zeros(4))
+    assert most <= 2 * 4 * 4097  # the weights; keys are 64 times as wide
+
+
+def test_a_fade_in_half_precision_keeps_its_digits() -> None:
+    q, k, v = (x.detach().bfloat16() for x in inputs(40, 40, value_width=4))
+    sums = -torch.arange(40, dtype=torch.float64).expand(2, 2, 40) * 3.3 - 1e6
+    expected = reference.attention(q.float(), k.float(), v.float(), fade=Fade(sums, sums))
+    for attention in (fused.attention, softmax.attention):
+        with torch.autocast("cpu", torch.bfloat16):
+            got = attention(q, k, v, fade=Fade(sums, sums))
+        torch.testing.assert_close(got.float(), expected, rtol=0, atol=3e-2)
 
 
 def test_dropped_weights_keep_their_mean_and_their_gradients() -> None:

@@ -156,3 +156,43 @@ def test_a_mask_of_another_shape_is_refused() -> None:
     mixer, x = variants.build("full", dim=8, heads=2), torch.zeros(2, 5, 8)
     with pytest.raises(ValueError, match=r"valid must be \(batch, time\) = \(2, 5\); got \(2, 4\)"):
         mixer(x, Context(valid=torch.ones(2, 4, dtype=torch.bool)))
+
+
+@torch.no_grad()
+def test_gates_norms_and_a_sink_logit_are_what_they_say() -> None:
+    x = torch.randn(2, 7, 16, dtype=torch.float64)
+    for gate, width in (("head", 1), ("element", 4)):
+        mixer = variants.build("gqa", dim=16, heads=4, qk_norm=True, gate=gate, sink_logit=True).double()
+        for scale in (mixer.q_norm.weight, mixer.k_norm.weight, mixer.sink):
+            scale.copy_(torch.randn_like(scale))
+        q, k, v = (x @ mixer.projections.inward.weight.T).split([16, 8, 8], dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in (q, k, v))
+        q, k = (
+            part / (part.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight for part, norm in ((q, mixer.q_norm), (k, mixer.k_norm))
+        )
+        weights = (q @ k.repeat_interleave(2, 1).mT / 2).masked_fill(torch.ones(7, 7, dtype=torch.bool).triu(1), -torch.inf).exp()
+        weights = weights / (weights.sum(-1, keepdim=True) + mixer.sink.exp()[:, None, None])
+        y = (weights @ v.repeat_interleave(2, 1)).transpose(1, 2)
+        y = y * torch.sigmoid(x @ mixer.gates.weight.T).view(2, 7, 4, width)
+        torch.testing.assert_close(mixer(x).y, y.flatten(2) @ mixer.projections.outward.weight.T)
+        assert not mixer.normalises_rows
+        assert mixer.flops(7) == mixer.projections.flops(7) + 2 * 7 * 16 * 4 * width + 4 * 16 * 28
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@torch.no_grad()
+def test_flash_is_full_or_windowed_attention(window) -> None:
+    options = {"window": window, "sinks": 1} if window else {}
+    flash = variants.build("flash", dim=8, heads=2, position="rope", **options)
+    other = variants.build("sliding_window" if window else "full", dim=8, heads=2, position="rope", **options)
+    other.load_state_dict(flash.state_dict())
+    x = torch.randn(2, 30, 8)
+    torch.testing.assert_close(flash(x).y, other(x).y)
+    assert flash.flops(30) == other.flops(30)
+    assert flash.state_elements(30) == other.state_elements(30)
+    assert flash.reach() == other.reach()
+
+
+def test_sinks_without_a_window_are_refused() -> None:
+    with pytest.raises(ValueError, match="sinks=2 are what a window leaves in sight, and without one everything is; give window"):
+        variants.build("flash", dim=8, heads=2, sinks=2)
