@@ -18,6 +18,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from variants.ops.precision import without_autocast
+
 
 def linear_attention(
     q: Float[Tensor, "batch heads time key_dim"],
@@ -31,7 +33,7 @@ def linear_attention(
     """The same as `reference.linear_attention`, for any length and any chunk >= 1: (o, last S), both in fp32 or better."""
     time, chunk = q.shape[2], min(chunk, q.shape[2])
     dtype = torch.promote_types(q.dtype, torch.float32)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         q, k, v = (_chunks(x.to(dtype), chunk) for x in (q, k, v))
         segments = None if before is None else _Segments(_longer(before, q.shape[2] * chunk), chunk)
         leaving = (k if segments is None else k * segments.reaches_end).transpose(-2, -1) @ v

@@ -31,11 +31,13 @@ def attention(
     dropout: float = 0.0,
 ) -> Float[Tensor, "batch heads q_time value_dim"]:
     """The same as `reference.attention`."""
+    from torch.nn.attention.flex_attention import AuxRequest
+
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     if dropout or (bias is not None and bias.parameters) or (recorded and not q.is_cuda):
         return softmax.attention(q, k, v, sight=sight, bias=bias, fade=fade, sink=sink, scale=scale, dropout=dropout)
     y: Tensor
-    y, lse = _flex(q.is_cuda)(
+    y, aux = _flex(q.is_cuda)(
         q,
         k,
         v,
@@ -43,10 +45,10 @@ def attention(
         block_mask=_blocks(sight, q, k.shape[2]),
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
-        return_lse=True,
+        return_aux=AuxRequest(lse=True),
     )
     if sink is not None:
-        y = y * torch.sigmoid(lse - sink[:, None].to(lse.dtype)).unsqueeze(-1).to(y.dtype)
+        y = y * torch.sigmoid(aux.lse - sink[:, None].to(aux.lse.dtype)).unsqueeze(-1).to(y.dtype)
     return y
 
 

@@ -23,6 +23,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from variants.ops import flex, softmax
 from variants.ops.attention import CAUSAL, Bias, Fade, Sight
+from variants.ops.precision import without_autocast
 
 #: A mask of more numbers than this is not written out (4 MB in fp32), nor one that lets less than a third of the slots through.
 MASK, WIDTHS = 2**20, 3
@@ -57,7 +58,7 @@ def attention(
     causal = plain and sight.causal
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     width = v.shape[-1]
-    with torch.autocast(q.device.type, enabled=False):  # it would round the channels
+    with without_autocast(q):  # it would round the channels
         k, v = k.to(q.dtype), v.to(q.dtype)
         if fade is not None or sink is not None:
             q, k, v = _with_channels(q, k, v, fade, sink, scale)
@@ -86,7 +87,7 @@ def _one(
     """Attention of one query a head. The heads that share keys stand below each other, so that every key is read once for all of them."""
     batch, heads, groups = q.shape[0], q.shape[1], k.shape[1]
     wide = torch.promote_types(q.dtype, torch.float32)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         together = q.reshape(batch, groups, heads // groups, -1).to(k.dtype)
         logits = (together @ k.mT).to(wide) * (q.shape[-1] ** -0.5 if scale is None else scale)
         logits = logits.view(batch, heads, 1, -1)

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from variants.ops.attention import CAUSAL, Bias, Fade, Output, Sight
+from variants.ops.precision import without_autocast
 from variants.ops.tiling import TILE, Group, Step, Tiling, tiling
 
 #: The least logit, after the row's maximum is subtracted; the exponential of any lower one is raised to that of this. So small a weight is
@@ -63,7 +64,7 @@ def attend(
         seed=int(torch.randint(2**62, ())) if dropout else 0,
     )
     at_queries, at_keys = fade or (None, None)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         inputs = plan, q, k, v, at_queries, at_keys, sink, *(bias.parameters if bias else ())
         return Output(*_Attend.apply(*inputs))  # type: ignore[no-untyped-call]
 

@@ -78,8 +78,8 @@ class T5Bias(Scheme):
         """The bucket of a key that lies `ahead` of the query, or behind it if negative."""
         count = self.buckets // 2 if self.bidirectional else self.buckets
         exact, distance = count // 2, ahead.abs()
-        # In fp64: in fp32 the logarithm of some bucket's first distance falls a hair short of it.
         ratio = torch.log(distance.clamp(min=1).to(torch.float64) / exact) / math.log(self.max_distance / exact)
-        far = (exact + (ratio * (count - exact)).long()).clamp(max=count - 1)
+        # Where a bucket begins at a whole distance, its logarithm may fall a hair short of a whole number.
+        far = (exact + (ratio * (count - exact) + 1e-9).long()).clamp(max=count - 1)
         found = torch.where(distance < exact, distance, far)
         return found + count * (ahead > 0) if self.bidirectional else found

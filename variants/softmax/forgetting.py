@@ -29,6 +29,7 @@ from registry import variants
 from variants.cache import newest
 from variants.contract import Context, NotApplicable, State
 from variants.ops.attention import Fade
+from variants.ops.precision import without_autocast
 from variants.softmax.layer import Softmax
 
 
@@ -88,7 +89,7 @@ class Forgetting(Softmax):
     def extra_slots(self, x: Float[Tensor, "batch time dim"], context: Context, state: State | None) -> dict[str, Tensor]:
         """The running sums c_t, in fp64, from where the state's stopped. Those of pads are in nobody's sight, and not remembered."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             logits = nn.functional.linear(x.to(wide), self.forget.weight.to(wide), self.forget.bias.to(wide))
         log_forget = nn.functional.logsigmoid(logits).double()
         # The last sum so far, if there is one, is one more term; so pieces give the very sums of the whole.

@@ -86,8 +86,10 @@ def t5_bucket(ahead: int, buckets: int = 32, max_distance: int = 128, bidirectio
     distance, exact = abs(ahead), buckets // 2
     if distance < exact:
         return offset + distance
-    logarithmic = math.floor((buckets - exact) * math.log(distance / exact) / math.log(max_distance / exact))
-    return offset + min(buckets - 1, exact + logarithmic)
+    # The logarithms compared as powers of whole numbers, which round nothing.
+    steps = buckets - exact
+    passed = [step for step in range(steps) if distance**steps * exact**step >= max_distance**step * exact**steps]
+    return offset + exact + passed[-1]
 
 
 def sinusoid(position: int, dim: int, base: float = 10000.0) -> list[float]:

@@ -135,7 +135,7 @@ def test_slopes_are_those_of_bloom(heads) -> None:
     torch.testing.assert_close(*weights)
 
 
-@pytest.mark.parametrize(("buckets", "max_distance"), [(32, 128), (8, 20), (64, 1000), (20, 77)])
+@pytest.mark.parametrize(("buckets", "max_distance"), [(32, 128), (8, 20), (64, 1000), (20, 77), (20, 320)])
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_buckets_are_those_of_t5(buckets, max_distance, bidirectional) -> None:
     options = {"buckets": buckets, "max_distance": max_distance, "bidirectional": bidirectional}

@@ -360,6 +360,17 @@ def test_what_came_before_changes_nothing(name) -> None:
 
 
 @pytest.mark.parametrize("name", BY_LENGTH)
+def test_neither_heads_nor_tokens_are_counted_for_a_length(name) -> None:
+    options = {"factor": 4.0, "trained_length": 4}
+    x, plain = torch.randn(1, 8, 6, 8), build("rope")
+    within, beyond = torch.tensor([[0, 1, 1, 2, 3, 3]]), torch.tensor([[0, 1, 2, 3, 9, 9]])
+    scheme = build(name, attention_factor=1.0, **options) if name == "longrope" else build(name, **options)
+    assert torch.equal(turned(scheme, x, within), turned(plain, x, within))
+    assert torch.equal(turned(scheme, x, beyond)[:, :1], turned(scheme, x[:, :1], beyond))
+    assert torch.equal(turned(scheme, x, beyond)[:, :, -1:], turned(scheme, x[:, :, -1:], beyond[:, -1:]))
+
+
+@pytest.mark.parametrize("name", BY_LENGTH)
 @pytest.mark.parametrize("lengths", [(64, 65), (200, 3), (65, 500)])
 def test_the_length_of_a_row_changes_no_other_row(name, lengths) -> None:
     scheme, x = build(name, factor=4.0, trained_length=64), torch.randn(2, 1, 2, 8, **FP64)

@@ -1,0 +1,14 @@
+"""What keeps its precision, whatever the model around it is run in."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import Tensor
+
+
+def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Inside, nothing is rounded to the dtype of an autocast around it. For x on any device, meta among them, which knows no autocast."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else contextlib.nullcontext()
