@@ -40,6 +40,7 @@ def bench(
     if threads < 1 or (repeats is not None and repeats < 1):
         raise UserError(f"--repeats and --threads must be at least 1; got {repeats} and {threads}")
     chosen, names, at = Sizes(**sizes), split(only), parse_lengths(lengths)
+    torch.set_flush_denormal(True)  # as training does; threads that start later do as the first one
     torch.set_num_threads(threads)
     notes = Notes()
     found = list(room.run(chosen, names, [mode] if mode else room.MODES, at, repeats, notes))

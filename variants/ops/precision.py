@@ -12,3 +12,8 @@ def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[object]:
     """Inside, nothing is rounded to the dtype of an autocast around it. For x on any device, meta among them, which knows no autocast."""
     kind = x.device.type
     return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else contextlib.nullcontext()
+
+
+def flushes_denormals() -> bool:
+    """Whether numbers below the least normal one count as 0 here (`torch.set_flush_denormal`): elsewhere each costs a hundred others."""
+    return float(torch.tensor(1e-38, device="cpu") * torch.tensor(1e-3, device="cpu")) == 0.0

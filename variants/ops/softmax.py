@@ -226,9 +226,9 @@ class _Part:
         for group in tiled.groups:
             span = tiled.span(group)
             q, dy_, d, norm = (self.of(x, group) for x in (self.q, dys, excesses, lses))
-            dq_ = torch.zeros_like(q)
-            da_ = torch.zeros_like(d)
-            for step in tiled.steps(group, rows):
+            dq_, da_ = torch.empty_like(q), None if db is None else torch.zeros_like(d)
+            number = -1
+            for number, step in enumerate(tiled.steps(group, rows)):
                 mask = step.mask(self.dtype)
                 k, v = step.take(self.k), step.take(self.v)
                 weights = self.logits(q, group, step, self.parameters).sub_(norm).clamp_(self.floor, 0).exp_()
@@ -242,15 +242,17 @@ class _Part:
                     grad.mul_(dropped)
                     step.give(dv, dropped.mul_(weights), dy_)
                 grad.sub_(d).mul_(weights)
-                dq_.baddbmm_(grad, k, alpha=self.plan.scale)
+                dq_.baddbmm_(grad, k, beta=1 if number else 0, alpha=self.plan.scale)
                 step.give(dk, grad, q, self.plan.scale)
-                if db is not None:
+                if db is not None and da_ is not None:
                     da_ += grad.sum(-1, keepdim=True)
                     by_head = grad.view(-1, self.tiled.tile, grad.shape[-1])
                     step.give(db, by_head, by_head.new_full((len(by_head), self.tiled.tile, 1), -1))
                 self.grow(grown, grad, group, step)
+            if number < 0:
+                dq_.zero_()
             dq[rows, heads, span] = self.untiled(dq_, group)
-            if da is not None:
+            if da is not None and da_ is not None:
                 da[rows, heads, span] = self.untiled(da_, group).squeeze(-1)
 
     def of(self, tiles: Tensor, group: Group) -> Float[Tensor, "tiles_rows_groups queries channels"]:

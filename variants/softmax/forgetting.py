@@ -29,12 +29,11 @@ from registry import variants
 from variants.cache import newest
 from variants.contract import Context, NotApplicable, State
 from variants.ops.attention import Fade
-from variants.ops.precision import without_autocast
+from variants.ops.precision import flushes_denormals, without_autocast
 from variants.softmax.layer import Softmax
 
 
-# Tiles come first: they subtract the sums in fp64 before they round, where a fused kernel has to take them in fp32.
-@variants.register("forgetting", time="T^2", state="T", hooks=("rotate", "bias"), implementations=("torch", "sdpa", "reference"))
+@variants.register("forgetting", time="T^2", state="T", hooks=("rotate", "bias"), implementations=("sdpa", "torch", "reference"))
 class Forgetting(Softmax):
     """Forgetting attention (FoX): a learned gate a head and token says how much of all that came before fades.
 
@@ -70,6 +69,14 @@ class Forgetting(Softmax):
         self.norm = nn.RMSNorm(self.head_dim, eps=1e-6) if output_norm else None
         # With a shift, the first of equal tokens has another value than the rest.
         self.normalises_rows = self.normalises_rows and not output_norm and not kv_shift
+
+    def candidates(self) -> tuple[str, ...]:
+        """Tiles first where denormals are slow: gates push the weights of a whole band of keys below the least normal number.
+
+        At 4,096 tokens and gates of 0.95, forward and backward, the fused kernel takes 1,054 ms there and the tiles 288; where denormals
+        are flushed, 227 and 314 (4 heads of 64, 2 threads).
+        """
+        return self.implementations if flushes_denormals() else ("torch", "sdpa", "reference")
 
     def project(
         self,

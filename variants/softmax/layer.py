@@ -85,7 +85,7 @@ class Softmax(Mixer):
             raise ValueError(f"{name}: dropout must lie in [0, 1); got {dropout}")
         self.dropout = dropout
         without = {"sdpa": f"it cannot drop weights (dropout={dropout}) in linear memory"} if dropout else {}
-        self.implementation = implementations.choose(name, impl, self.implementations, excluded=without)
+        self.implementation = implementations.choose(name, impl, self.candidates(), excluded=without)
         if self.projects:
             self.projections = Projections(dim, heads, self.kv_heads, self.head_dim, short_conv=short_conv, causal=self.causal)
         self.q_norm, self.k_norm = (nn.RMSNorm(self.head_dim, eps=1e-6) if qk_norm else None for _ in range(2))
@@ -117,6 +117,10 @@ class Softmax(Mixer):
         sight, bias = self.sight(before, after, state is not None), self.bias(positions, slots)
         y = self.attend(q, k, v, slots, sight=sight, bias=bias, sink=self.sink, **self.numbers)
         return self.projections.back(self.gated(y, x).to(x.dtype)), parts | remembered, {}
+
+    def candidates(self) -> tuple[str, ...]:
+        """The implementations, fastest first."""
+        return self.implementations
 
     def project(
         self,
