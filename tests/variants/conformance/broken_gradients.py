@@ -10,6 +10,7 @@ from torch import nn
 
 from tests.variants.conformance.toys import Mean
 from variants.contract import State
+from variants.softmax.gqa import GroupedQuery
 
 
 class Bent(torch.autograd.Function):
@@ -235,6 +236,17 @@ class DisagreeWhenGrouped(Implemented):
 
     def spoil(self, y, state):
         return y if self.kv_heads == self.heads else 1.001 * y
+
+
+class GroupsTiled(GroupedQuery):
+    """Query head h reads key/value head h % kv_heads in one implementation, and h // (heads / kv_heads) in the others."""
+
+    @property
+    def attention(self):
+        whole = super().attention
+        if self.implementation != "torch":
+            return whole
+        return lambda q, k, v, **told: whole(q, *(x.repeat(1, q.shape[1] // k.shape[1], 1, 1) for x in (k, v)), **told)
 
 
 class TableNotSaved(Mean):
