@@ -27,9 +27,8 @@ class Slots:
         return self._buffer[:, : self.count]
 
     def append(self, new: Shaped[Tensor, "batch new *rest"]) -> Slots:
-        """These slots and `new` ones behind them; in place unless gradients are recorded."""
-        recorded = torch.is_grad_enabled() and (new.requires_grad or self._buffer.requires_grad)
-        if recorded or torch.compiler.is_compiling():
+        """These slots and `new` ones behind them; in place unless gradients may be recorded, which need the slots as they were."""
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return Slots(torch.cat([self.tensor, new.to(self._buffer.dtype)], dim=1))
         end = self.count + new.shape[1]
         locked = self._buffer.is_inference() and not torch.is_inference_mode_enabled()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,7 +29,8 @@ def check(name: str, words: Sequence[str], *, fast: bool, report: Callable[[Any]
     console = Console(stderr=True)
     options = _options(name, words)
     torch.set_num_threads(1)  # all tensors are small, and more threads would spend their time waiting for each other
-    with console.status(f"checking {name}") as progress:
+    # What a mixer prints belongs on standard error: on the other there is the document alone.
+    with console.status(f"checking {name}") as progress, contextlib.redirect_stdout(sys.stderr):
         outcomes = run_checks(
             name, options=options, fast=fast, on_progress=lambda prop, done, total: progress.update(f"{done}/{total} {prop}")
         )

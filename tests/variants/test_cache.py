@@ -55,6 +55,19 @@ def test_with_gradients_recorded_nothing_is_written_in_place() -> None:
     assert leaf.tolist() == numbers(0, 2).tolist()
 
 
+def test_what_is_frozen_may_still_be_differentiated_through() -> None:
+    """Keys need no gradient here, and yet backward reads them as they were at each step."""
+    mixer, x = variants.build("full", dim=8, heads=2, sink_logit=True), torch.randn(1, 6, 8)
+    for name, parameter in mixer.named_parameters():
+        parameter.requires_grad_(name == "sink")
+    expected = torch.autograd.grad(mixer(x).y.pow(2).sum(), mixer.sink)[0]
+    state, loss = mixer.init_state(1), torch.zeros(())
+    for t in range(6):
+        y, state, _ = mixer(x[:, t : t + 1], state=state)
+        loss = loss + y.pow(2).sum()
+    torch.testing.assert_close(torch.autograd.grad(loss, mixer.sink)[0], expected)
+
+
 def test_slots_made_in_inference_mode_go_on_outside_it() -> None:
     with torch.inference_mode():
         slots = Slots(numbers(0, 1)).append(numbers(1, 1))

@@ -98,7 +98,7 @@ def judge(judged: Property, subjects: Sequence[Subject]) -> Outcome:
             reasons[subject.label] = first_line(reason)
         except Failed as failure:
             return Outcome(name, "failed", f"{subject.label}: {first_line(failure)}")
-        except Exception as error:  # a stranger's mixer may raise anything at all, and the other properties are still worth knowing
+        except (Exception, SystemExit) as error:  # a stranger's mixer may raise anything, and the other properties are still worth knowing
             return Outcome(name, "failed", f"{subject.label}: {type(error).__name__}: {first_line(error)}")
     if passed:
         return Outcome(name, "passed", f"{next(iter(passed.values()))} ({_of_all(list(passed), [subject.label for subject in subjects])})")

@@ -31,9 +31,14 @@ class Bias(NamedTuple):
     positions: tuple[Int[Tensor, "batch q_time"], Int[Tensor, "batch k_time"]]
     parameters: tuple[Tensor, ...] = ()
 
+    @property
+    def alike(self) -> bool:
+        """Whether all rows are one expanded row."""
+        return all(x.stride(0) == 0 for x in self.positions)
+
     def dense(self) -> Float[Tensor, "#batch #heads q_time k_time"]:
         """All of it at once."""
-        at_queries, at_keys = (x[:1] if x.stride(0) == 0 else x for x in self.positions)
+        at_queries, at_keys = (x[:1] if self.alike else x for x in self.positions)
         found = self.hook(at_queries, at_keys, *self.parameters)
         return found if found.ndim == 4 else found.unsqueeze(0)
 

@@ -5,7 +5,7 @@ without a word, and takes O(T^2) memory, for attention dropout, for a trained bi
 quadratic itself; `is_causal` is anchored top left and serves square problems only. Values of another width are padded. What is one number
 a key, or one logit a head, rides along as a channel:
 
-    q' = [scale q, a, 1, 0]    k' = [k, 1, -b, 0]    so that q' . k' = scale q . k + a_i - b_j
+    q' = [a, 1, scale q, 0]    k' = [1, -b, k, 0]    so that q' . k' = a_i - b_j + scale q . k
     one more key [0, 0, 0, sink] with value 0, read by a 1 in every query's last channel
 
 A single query, as in decoding, has no quadratic memory to avoid: its weights are written out, and nothing of the cache is copied.
@@ -89,7 +89,8 @@ def _one(
     wide = torch.promote_types(q.dtype, torch.float32)
     with without_autocast(q):
         together = q.reshape(batch, groups, heads // groups, -1).to(k.dtype)
-        logits = (together @ k.mT).to(wide) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        # Scaled before the product, which half precision may not hold.
+        logits = (together * (q.shape[-1] ** -0.5 if scale is None else scale) @ k.mT).to(wide)
         logits = logits.view(batch, heads, 1, -1)
         if bias is not None:
             logits = logits + bias.dense().to(wide)
@@ -122,9 +123,11 @@ def _with_channels(q: Tensor, k: Tensor, v: Tensor, fade: Fade | None, sink: Ten
     k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
     q, ones = q * scale, torch.ones_like
     if fade is not None:
-        # Counted from the first query: so the sums are small where they matter, and tell nothing of what comes later.
+        # Counted from the first query: so the sums are small at first, and tell nothing of what comes later. They stand in front, term by
+        # term, where a product adds them up before anything else: what two large sums have in common is gone before it can cost digits.
         a, b = (_terms((x - fade.at_queries[..., :1].detach()).unsqueeze(-1), q.dtype) for x in fade)
-        q, k = torch.cat([q, a, ones(a)], -1), torch.cat([k, ones(b), -b], -1)
+        q = torch.cat([torch.stack([a, ones(a)], -1).flatten(-2), q], -1)
+        k = torch.cat([torch.stack([ones(b), -b], -1).flatten(-2), k], -1)
     if sink is not None:
         key = pad(sink.to(k.dtype)[None, :, None, None], (k.shape[-1], 0)).expand(len(k), -1, -1, -1)
         q = pad(q, (0, 1), value=1.0)
@@ -133,11 +136,9 @@ def _with_channels(q: Tensor, k: Tensor, v: Tensor, fade: Fade | None, sink: Ten
 
 
 def _terms(x: Float[Tensor, "*shape 1"], dtype: torch.dtype) -> Float[Tensor, "*shape terms"]:
-    """Numbers of `dtype` that sum to x, as many as fp32 has digits for: a sum of logits must not be rounded to half precision."""
-    if dtype in (torch.float32, torch.float64):
-        return x.to(dtype)
+    """Numbers of `dtype` that sum to x, so many that more than the digits of fp32 are kept."""
     terms: list[Tensor] = []
-    for _ in range(3):
+    for _ in range({torch.float64: 1, torch.float32: 2}.get(dtype, 3)):
         terms.append(x.to(dtype))
         x = x - terms[-1]
     return torch.cat(terms, -1)

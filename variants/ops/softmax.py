@@ -163,7 +163,8 @@ class _Part:
         self.at_queries = None if a is None else tiled.queries(a[rows, self.heads, :, None], self.size[1])
         self.at_keys = None if b is None else b[rows, self.heads, :, None].contiguous()
         if plan.bias is not None:
-            at_queries, at_keys = (x[:1] if x.stride(0) == 0 else x[rows] for x in plan.bias.positions)
+            alike = plan.bias.alike and len(tiled.before) == 1
+            at_queries, at_keys = (x[:1] if alike else x[rows] for x in plan.bias.positions)
             self.q_positions = tiled.queries(at_queries[:, None, :, None], 1).flatten(2)
             self.k_positions = at_keys[:, None, :, None]
 

@@ -264,3 +264,14 @@ def test_what_a_check_leaves_out_is_told_with_its_reason(toy):
     given = left_out("toy", options={"position": None, "impl": "torch"}, fast=True)
     assert "impl=flash_attn: torch was asked for" in given and "--fast leaves them out" in given[-1]
     assert not any("position" in phrase for phrase in given)
+
+
+def test_a_mixer_that_leaves_the_process_fails_and_the_rest_is_still_judged(toy):
+    class Leaves(toys.Mean):
+        def mix(self, x, context, state):
+            raise SystemExit(3)
+
+    toy(Leaves)
+    outcomes = check("toy", options=ONE_FORM, fast=True)
+    assert len(outcomes) == len(PROPERTIES)
+    assert any("SystemExit" in outcome.detail for outcome in outcomes if outcome.status == "failed")

@@ -240,6 +240,18 @@ def test_a_bias_is_added_by_position_and_not_by_slot_and_is_trained(tiles, atten
     oracles.same_gradients(got, expected, (q, k, v, *slopes.parameters()))
 
 
+@every_implementation
+@pytest.mark.parametrize("sight", [Sight(), Sight(window=4, sinks=2, before=oracles.places([oracles.run_ids([3], 20), [0] * 20]))])
+@pytest.mark.parametrize("expanded", ["queries", "slots", "both"])
+def test_positions_that_are_one_expanded_row_on_one_side_alone_are_those_of_every_row(tiles, attention, sight, expanded) -> None:
+    q, k, v = inputs(20, 20, 4, 2)
+    one, own = torch.arange(20).expand(2, 20), torch.arange(20).expand(2, 20).clone()
+    positions = (own if expanded == "slots" else one, own if expanded == "queries" else one)
+    slopes = Slopes(4, 4, 8)
+    expected = attention(q, k, v, sight=sight, bias=slopes.as_bias(own, own))
+    torch.testing.assert_close(attention(q, k, v, sight=sight, bias=slopes.as_bias(*positions)), expected)
+
+
 def test_a_bias_trained_by_tensors_that_it_does_not_name_is_refused() -> None:
     table, positions = torch.zeros(1, 1, 1, requires_grad=True), torch.arange(3)[None]
     with pytest.raises(ValueError, match=r"Bias\.parameters"):
@@ -428,6 +440,23 @@ def test_sums_that_have_grown_large_lose_nothing_nearby() -> None:
     sums = -0.5 * torch.arange(20, dtype=torch.float64).expand(2, 2, 20)
     near, far = (softmax.attention(q, k, v, fade=Fade(sums + start, sums + start)) for start in (0.0, -1e6))
     torch.testing.assert_close(far, near, rtol=0, atol=1e-6)
+
+
+def test_sums_that_have_grown_large_lose_little_in_the_fused_kernel() -> None:
+    """They ride along as two terms each, and meet before the product of query and key is added."""
+    q, k, v = (x.detach().float() for x in inputs(300, 300, value_width=4))
+    steps = torch.cat([torch.full((150,), -60.0), torch.full((150,), -1e-3)]).double()
+    sums = steps.cumsum(0).expand(2, 2, 300)
+    expected = reference.attention(*(x.double() for x in (q, k, v)), fade=Fade(sums, sums))
+    for attention in (fused.attention, softmax.attention):
+        torch.testing.assert_close(attention(q, k, v, fade=Fade(sums, sums)).double(), expected, rtol=0, atol=5e-5)
+
+
+@torch.no_grad()
+def test_one_query_in_half_precision_survives_large_products() -> None:
+    q, k, v = (100 * x.detach().half() for x in inputs(1, 30, width=16))
+    expected = reference.attention(q.float(), k.float(), v.float())
+    torch.testing.assert_close(fused.attention(q, k, v).float(), expected, rtol=2e-2, atol=1)
 
 
 def test_logits_far_below_the_maximum_do_not_matter_and_huge_ones_stay_finite() -> None:
