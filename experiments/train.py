@@ -28,10 +28,12 @@ from experiments.module import TrainingModule
 from experiments.runs.write import RunWriter
 from experiments.tasks.contract import Task
 from registry import UserError
+from variants.ops.precision import flushed_denormals
 
 PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed"}
 
 
+@flushed_denormals()  # arithmetic on the tiniest numbers takes a hundred times as long
 def run_job(config: dict[str, Any], on_progress: Progress = lambda step, total, text: None) -> dict[str, Any]:
     """Train and test one config in `runs_dir/study/run_id`, from its last checkpoint if it was interrupted. Returns the result.
 

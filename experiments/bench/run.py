@@ -15,6 +15,7 @@ from experiments.bench.machine import machine
 from experiments.bench.rows import exponents, growths, rows, show
 from experiments.bench.sizes import Sizes
 from registry import UserError, nearest
+from variants.ops.precision import flushed_denormals
 
 #: What can be timed at each level: a room with MODES and `run`.
 LEVELS: dict[str, ModuleType] = {"core": core, "layer": layer, "model": training_step}
@@ -40,11 +41,11 @@ def bench(
     if threads < 1 or (repeats is not None and repeats < 1):
         raise UserError(f"--repeats and --threads must be at least 1; got {repeats} and {threads}")
     chosen, names, at = Sizes(**sizes), split(only), parse_lengths(lengths)
-    torch.set_flush_denormal(True)  # as training does; threads that start later do as the first one
     torch.set_num_threads(threads)
     notes = Notes()
-    found = list(room.run(chosen, names, [mode] if mode else room.MODES, at, repeats, notes))
-    limits = machine()  # last, because a mistake in the words shows when a room begins
+    with flushed_denormals():  # as training does
+        found = list(room.run(chosen, names, [mode] if mode else room.MODES, at, repeats, notes))
+        limits = machine()  # last, because a mistake in the words shows when a room begins
     timings = [entry for entry in found if isinstance(entry, Timing)]
     document = {"machine": limits, "rows": rows(timings, limits), "exponents": exponents([*growths(timings), *found])}
     report(document) if report else show(document)

@@ -49,7 +49,6 @@ def _train(config: dict[str, Any]) -> dict[str, Any]:
 
     from experiments.train import Diverged, run_job
 
-    torch.set_flush_denormal(True)  # arithmetic on the tiniest numbers takes a hundred times as long
     torch.set_num_threads(config["executor"]["threads"])
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[text]}"))

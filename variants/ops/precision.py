@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -12,6 +13,17 @@ def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[object]:
     """Inside, nothing is rounded to the dtype of an autocast around it. For x on any device, meta among them, which knows no autocast."""
     kind = x.device.type
     return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def flushed_denormals() -> Iterator[None]:
+    """Inside, numbers below the least normal one count as 0, in this thread and in those that start here."""
+    before = flushes_denormals()
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(before)
 
 
 def flushes_denormals() -> bool:

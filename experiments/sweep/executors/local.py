@@ -250,7 +250,6 @@ def _pin(threads: int) -> None:
     """Hold the run to its threads, also where the fork server was started for another number."""
     os.environ.update(dict.fromkeys(THREADS, str(threads)))
     if "torch" in sys.modules:
-        sys.modules["torch"].set_flush_denormal(True)  # arithmetic on the tiniest numbers takes a hundred times as long
         sys.modules["torch"].set_num_threads(threads)
 
 
