@@ -223,3 +223,17 @@ def test_one_name_of_lightning_is_imported_throughout():
                 else []
             )
             assert not any(name.split(".")[0] in ("pytorch_lightning", "lightning_fabric") for name in names), file
+
+
+def test_what_a_mixer_prints_while_it_is_checked_is_not_in_the_document(monkeypatch, capsys):
+    from experiments.verbs import checking
+
+    def noisy(*words, **options):
+        print("noise")
+        return []
+
+    monkeypatch.setattr(checking, "run_checks", noisy)
+    checking.check("full", [], fast=True, report=lambda document: print(json.dumps(document)))
+    out, err = capsys.readouterr()
+    assert json.loads(out)["name"] == "full"
+    assert "noise" in err
