@@ -100,7 +100,14 @@ class Validate(L.Callback):
         if step % self.settings.validate_every and step != self.settings.steps:
             return
         self.record.clock.stop()
-        task = pl_module.task
+        self.measure(trainer, pl_module)
+        if self.settings.stop_at is not None and self.accuracy >= self.settings.stop_at:
+            self.solved_at = step
+            trainer.should_stop = True
+
+    def measure(self, trainer: L.Trainer, pl_module: TrainingModule) -> None:
+        """Score the model as it is, and write it to the record."""
+        task, step = pl_module.task, trainer.global_step
         result = score(
             pl_module.model,
             task,
@@ -116,9 +123,6 @@ class Validate(L.Callback):
         self.best_loss = min(self.best_loss, result.loss)
         self.record.write(trainer, pl_module, {"validation/loss": result.loss, "validation/accuracy": result.accuracy})
         self.record.on_progress(step, self.settings.steps, f"validation {result.accuracy:.3f}")
-        if self.settings.stop_at is not None and result.accuracy >= self.settings.stop_at:
-            self.solved_at = step
-            trainer.should_stop = True
 
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("best_loss", "loss", "accuracy", "solved_at")}

@@ -12,15 +12,19 @@ from registry import UserError
 
 #: Names of studies: no separators, no dot at the front.
 FOLDER = re.compile(r"\w[\w .+-]*")
-CHOICES = {"trainer": {"precision": ("fp32", "bf16"), "device": ("cpu", "cuda")}}
+CHOICES: dict[str, dict[str, tuple[str, ...]]] = {
+    "trainer": {"precision": ("fp32", "bf16"), "device": ("cpu", "cuda")},
+    "search": {"objective": ("repeated", "mean", "needle"), "form": ("free", "critical")},
+}
 AT_LEAST: dict[str, dict[str, float]] = {
     "model": {"dim": 1, "layers": 1, "heads": 1, "mlp_ratio": 0, "dropout": 0},
     "optimizer": {"lr": 0, "weight_decay": 0, "warmup_steps": 0, "final_lr_ratio": 0},
     "trainer": {
-        **{"steps": 1, "batch_size": 1, "clip_norm": 0},
+        **{"steps": 0, "batch_size": 1, "clip_norm": 0},
         **{"log_every": 1, "validate_every": 1, "validation_sequences": 1, "checkpoint_every": 1},
     },
     "evaluation": {"sequences": 1, "batch_tokens": 1},
+    "search": {"evaluations": 0, "sequences": 1, "population": 1, "mutations": 0, "crossovers": 0, "parents": 1, "seed": 0},
     "executor": {"processes": 1, "threads": 1},
 }
 
@@ -30,7 +34,7 @@ def checked_task(config: Mapping[str, Any]) -> tuple[Task, list[Evaluation]]:
     check_settings(config)
     try:
         task: Task = registry.tasks.resolve(config["task"])
-        tests = task.evaluations(tuple(config["evaluation"]["multiples"]))
+        tests = task.evaluations(tuple(config["evaluation"]["multiples"]), config["evaluation"]["unit"])
         task.batch("train", task.length, 0, 1)
         for test in tests:
             task.batch("test", test.length, 0, 1, **test.difficulty)
@@ -53,9 +57,6 @@ def check_settings(config: Mapping[str, Any]) -> None:
         raise UserError(f"study={config['study']!r} and runs_dir={config['runs_dir']!r}: a study is the name of one folder in runs_dir")
     if not 0 <= config["seed"] < 2**63:
         raise UserError(f"seed must lie between 0 and 2^63 - 1; got {config['seed']}")
-    stop_at = config["trainer"]["stop_at"]
-    if stop_at is not None and not 0 <= stop_at <= 1:
-        raise UserError(f"trainer.stop_at must be an accuracy from 0 to 1, or null to train all steps; got {stop_at}")
     multiples, betas = config["evaluation"]["multiples"], config["optimizer"]["betas"]
     if not multiples or min(multiples) < 1:
         raise UserError(f"evaluation.multiples must be whole numbers from 1, one at least; got {multiples}")
@@ -63,3 +64,29 @@ def check_settings(config: Mapping[str, Any]) -> None:
         raise UserError(f"optimizer.betas must be two numbers from 0, below 1; got {betas}")
     if config["model"]["dropout"] >= 1:
         raise UserError(f"model.dropout must be below 1; got {config['model']['dropout']}")
+    _check_unset(config)
+    _check_start(config)
+
+
+def _check_unset(config: Mapping[str, Any]) -> None:
+    """Settings that may be null."""
+    stop_at, gate, unit = config["trainer"]["stop_at"], config["evaluation"]["gate"], config["evaluation"]["unit"]
+    if stop_at is not None and not 0 <= stop_at <= 1:
+        raise UserError(f"trainer.stop_at must be an accuracy from 0 to 1, or null to train all steps; got {stop_at}")
+    if gate is not None and not 0 <= gate <= 1:
+        raise UserError(f"evaluation.gate must be an accuracy from 0 to 1, or null for none; got {gate}")
+    if gate is not None and 1 not in config["evaluation"]["multiples"]:
+        raise UserError("evaluation.gate is judged at the trained length, so that evaluation.multiples must hold 1")
+    if unit is not None and unit < 1:
+        raise UserError(f"evaluation.unit must be a number of tokens, or null for task.length; got {unit}")
+
+
+def _check_start(config: Mapping[str, Any]) -> None:
+    """Settings that mean something only where another run is started from."""
+    afresh, search = config["start"] is None, config["search"]
+    if not config["trainer"]["steps"] and afresh:
+        raise UserError("trainer.steps=0 trains nothing; a run that is only tested needs start=, the run whose weights it takes")
+    if search["evaluations"] and (config["position"]["name"] != "longrope" or afresh):
+        raise UserError("search.evaluations asks for LongRoPE's factors; it needs position=longrope, and start=, a trained rotary run")
+    if search["evaluations"] and (not search["unscaled"] or min(search["unscaled"]) < 0):
+        raise UserError(f"search.unscaled must be numbers of tokens, [0] for none; got {search['unscaled']}")

@@ -57,7 +57,7 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
                 raise
             fail(f"{error.filename or 'the disk'}: {error.strerror}", 1)
 
-    app.command(function.__name__.removesuffix("_names"))(guarded)
+    app.command(function.__name__.removesuffix("_names").replace("_", "-"))(guarded)
     return guarded
 
 
@@ -89,6 +89,30 @@ def train(words: Words = None, plugin: Plugins = None, as_json: Json = False) ->
     from experiments.verbs import launching
 
     launching.train(with_plugins(words, plugin), print_json if as_json else None)
+
+
+@verb
+def evaluate(
+    run: Annotated[str, typer.Argument(help="A finished run: its directory, or study/run_id in runs_dir.")],
+    words: Words = None,
+    plugin: Plugins = None,
+    as_json: Json = False,
+) -> None:
+    """Test a finished run's weights under other settings, such as position=yarn position.factor=4; kept as a run of the same study."""
+    from experiments.verbs import extending
+
+    extending.evaluate(run, with_plugins(words, plugin), print_json if as_json else None)
+
+
+@verb
+def longrope_search(words: Words = None, plugin: Plugins = None, as_json: Json = False) -> None:
+    """Search LongRoPE's factors for a trained rotary run: checkpoint=RUN factor=4, and overrides such as search.evaluations=500.
+
+    An interrupted search goes on where it was. What was found is saved as position.yaml in the run's directory.
+    """
+    from experiments.verbs import extending
+
+    extending.longrope_search(with_plugins(words, plugin), print_json if as_json else None)
 
 
 @verb
@@ -130,19 +154,26 @@ def check(
     checking.check(name, options or [], fast=fast, report=print_json if as_json else None)
 
 
+By = Annotated[str | None, typer.Option(help="Config keys that make a group, comma separated (default: the study's, or what varies).")]
+Metric = Annotated[str | None, typer.Option(help="Metrics, comma separated (default: the task's own measure on every test set).")]
+Baseline = Annotated[str | None, typer.Option(help="The group to compare with, such as variant=full.")]
+
+
 @verb
 def compare(
     study: Study,
-    by: Annotated[str | None, typer.Option(help="Config keys that make a group, comma separated (default: what varies).")] = None,
-    metric: Annotated[str | None, typer.Option(help="Metrics, comma separated (default: accuracy on every test set).")] = None,
-    baseline: Annotated[str | None, typer.Option(help="The group to compare with, such as variant=full.")] = None,
+    by: By = None,
+    metric: Metric = None,
+    baseline: Baseline = None,
     table: Annotated[str, typer.Option("--format", help="text, csv or latex.")] = "text",
     runs_dir: RunsDir = RUNS,
+    plugin: Plugins = None,
     as_json: Json = False,
 ) -> None:
     """Compare the groups of a study: n, mean, interval, paired difference to a baseline, verdict."""
     from experiments.verbs import comparing
 
+    registry.load_plugins(plugin or [])
     comparing.compare(study_dir(study, runs_dir), by, metric, baseline, table, print_json if as_json else None)
 
 
@@ -150,12 +181,17 @@ def compare(
 def report(
     study: Study,
     output: Annotated[Path | None, typer.Option(help="The HTML file (default: report.html in the study's folder).")] = None,
+    by: By = None,
+    metric: Metric = None,
+    baseline: Baseline = None,
     runs_dir: RunsDir = RUNS,
+    plugin: Plugins = None,
 ) -> None:
     """Write the comparison page: one self-contained HTML file."""
     from experiments.verbs import comparing
 
-    comparing.report(study_dir(study, runs_dir), output)
+    registry.load_plugins(plugin or [])
+    comparing.report(study_dir(study, runs_dir), output, by, metric, baseline)
 
 
 @verb

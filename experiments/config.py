@@ -28,6 +28,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandat
 import configs
 import registry
 from experiments import settings
+from experiments.words import read_choices
 from registry import UserError, nearest
 
 REGISTRIES = {"variant": registry.variants, "position": registry.positions, "task": registry.tasks}
@@ -36,6 +37,7 @@ SCHEMAS: dict[str, Any] = {
     "optimizer": settings.Optimizer,
     "trainer": settings.Trainer,
     "evaluation": settings.Evaluation,
+    "search": settings.Search,
     "executor": settings.Executor,
 }
 
@@ -67,6 +69,7 @@ def parse(words: Sequence[str]) -> list[Override]:
 
 def resolve(words: Sequence[str]) -> dict[str, Any]:
     """The whole config that `words` (overrides, no sweeps) stand for, as plain containers. Raises UserError in a few lines."""
+    words = read_choices(words, (*REGISTRIES, *SCHEMAS))
     overrides = parse(words)
     _load_plugins(overrides)
     for override in overrides:
@@ -76,7 +79,7 @@ def resolve(words: Sequence[str]) -> dict[str, Any]:
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(Path(configs.__file__).parent), version_base="1.3"):
         try:
-            composed = compose("run", list(words))
+            composed = compose("run", words)
             config = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             raise UserError(_explain(error)) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,11 @@ class Score:
     sequence_accuracy: float
     loss: float
     table: pa.Table
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss): how many answers, equally likely, would leave as much doubt."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
 @torch.no_grad()
@@ -112,5 +118,5 @@ def summary(scores: Mapping[str, Score], prefix: str) -> dict[str, float]:
     return {
         f"{prefix}/{name}/{metric}": getattr(value, metric)
         for name, value in scores.items()
-        for metric in ("accuracy", "sequence_accuracy", "loss")
+        for metric in ("accuracy", "sequence_accuracy", "loss", "perplexity")
     }

@@ -71,10 +71,38 @@ class Evaluation:
     name: str = "default"
     #: Lengths, in units of the training length.
     multiples: list[int] = field(default_factory=lambda: [1, 2, 4, 8])
+    #: The length that the multiples count, in tokens; null: task.length. A run that goes on at another length keeps its parent's.
+    unit: int | None = None
+    #: Accuracy at that length, from 0 to 1, that a run, or the one it starts from, must reach before its numbers are compared.
+    gate: float | None = None
     #: Sequences in each test set.
     sequences: int = 512
     #: Tokens in an evaluation batch.
     batch_tokens: int = 16384
+
+
+@dataclass
+class Search:
+    """The search for the factors of position=longrope, on validation sequences, before the run trains or is tested."""
+
+    name: str = "longrope"
+    #: Candidates to score; 0 leaves the search out.
+    evaluations: int = 0
+    #: What a candidate is judged by: perplexity of every next token (mean), of the task's scored tokens (repeated), or of those of them
+    #: whose answer lies farther back than the trained length (needle).
+    objective: str = "repeated"
+    #: free: a factor for each pair (LongRoPE); critical: only from a critical pair on, which is searched too (LongRoPE2).
+    form: str = "free"
+    #: Numbers of first tokens to leave unscaled that are tried; [0] leaves that out.
+    unscaled: list[int] = field(default_factory=lambda: [0])
+    #: Validation sequences, of trained length times factor tokens.
+    sequences: int = 8
+    #: Candidates in the first generation; mutants and crossings in each later one, of so many of the best.
+    population: int = 32
+    mutations: int = 12
+    crossovers: int = 12
+    parents: int = 16
+    seed: int = 0
 
 
 @dataclass
@@ -86,6 +114,15 @@ class Executor:
     processes: int = 2
     #: Threads of each run.
     threads: int = 1
+
+
+@dataclass
+class Compare:
+    """How a study is compared where nothing else is asked for, in the words of `attnlab compare`."""
+
+    by: str | None = None
+    metric: str | None = None
+    baseline: str | None = None
 
 
 @dataclass
@@ -104,6 +141,12 @@ class Run:
     optimizer: Optimizer = field(default_factory=Optimizer)
     trainer: Trainer = field(default_factory=Trainer)
     evaluation: Evaluation = field(default_factory=Evaluation)
+    search: Search = field(default_factory=Search)
     executor: Executor = field(default_factory=Executor)
+    #: The run whose last checkpoint this one starts from: its run_id in the same study; null starts afresh.
+    start: str | None = None
+    #: Overrides that turn this run's config into that of the run to start from, which `attnlab sweep` then runs first.
+    parent: list[str] = field(default_factory=list)
     #: What `attnlab sweep` varies: key -> choices; a choice may carry overrides of its own ("sliding_window variant.window=8").
     sweep: dict[str, Any] = field(default_factory=dict)
+    compare: Compare = field(default_factory=Compare)

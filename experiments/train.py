@@ -1,4 +1,4 @@
-"""One run, from its resolved config to its result."""
+"""One run, from its resolved config to its result: weights of its own or of another run, a search if one is asked for, training, tests."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from typing import Any
 import lightning as L
 import pyarrow as pa
 import torch
+import yaml
 
 import registry
-from experiments import evaluate, settings
+from experiments import evaluate, settings, start
 from experiments.callbacks import BEST, LAST, Checkpoints, Clock, Diverged, Progress, Record, Validate
 from experiments.checked import checked_task
 from experiments.model import Decoder, build, require_positions
 from experiments.module import TrainingModule
+from experiments.runs.files import write_whole
 from experiments.runs.write import RunWriter
 from experiments.tasks.contract import Task
 from registry import UserError
@@ -42,27 +44,50 @@ def run_job(config: dict[str, Any], on_progress: Progress = lambda step, total, 
     registry.load_plugins(config["plugins"])
     task, model = prepare(config)
     with RunWriter.open(Path(config["runs_dir"]) / config["study"], config, environment(config, model)) as run:
+        found: dict[str, Any] = {}
+        if config["search"]["evaluations"]:
+            found = search_factors(config, task, run, on_progress)
+            model = initialised({**config, "position": found["position"]}, task)
         try:
             result, table = train_and_test(config, task, model, run, on_progress)
         except Diverged as diverged:
             run.diverged(str(diverged))
             raise
+        result = {**result, **found}
         run.finish(result, table)
     return result
 
 
 def prepare(config: Mapping[str, Any]) -> tuple[Task, Decoder]:
-    """The task, and the model as the seed initialises it. Raises UserError for what cannot be built, trained or tested."""
+    """The task, and the model as the run begins with it. Raises UserError for what cannot be built, trained or tested."""
     task, tests = checked_task(config)
     if config["trainer"]["device"] == "cuda" and not torch.cuda.is_available():
         raise UserError("trainer.device=cuda, but torch sees no GPU here; use trainer.device=cpu")
+    model = initialised(config, task)
+    require_positions(model, task, tests)
+    return task, model
+
+
+def initialised(config: Mapping[str, Any], task: Task) -> Decoder:
+    """The model as the seed initialises it, with the weights of the run it starts from if it starts from one."""
     torch.manual_seed(config["seed"])
     try:
         model = build(config, task.vocab_size)
     except (ValueError, TypeError) as error:
         raise error if isinstance(error, UserError) else UserError(str(error)) from None
-    require_positions(model, task, tests)
-    return task, model
+    start.load_weights(model, config)
+    return model
+
+
+def search_factors(config: Mapping[str, Any], task: Task, run: RunWriter, on_progress: Progress) -> dict[str, Any]:
+    """{"position", "search"}: the scheme with the factors that were found, kept as position.yaml too, and how the search went."""
+    from experiments.longrope.run import find_factors
+
+    rope = {"name": "rope", **{key: config["position"][key] for key in ("base", "layout", "fraction")}}
+    model = initialised({**config, "position": rope}, task)
+    position, told = find_factors(config, task, model, run.checkpoints / "search.json", on_progress)
+    write_whole(run.directory / "position.yaml", yaml.safe_dump(position, sort_keys=False).encode())
+    return {"position": position, "search": told}
 
 
 def train_and_test(
@@ -78,9 +103,13 @@ def train_and_test(
     last = run.checkpoints / LAST
     if last.exists():
         run.truncate(step_of(last))
-    fit(trainer, module, last if last.exists() else None)
+    if chosen.steps:
+        fit(trainer, module, last if last.exists() else None)
+    else:
+        validate.measure(trainer, module)
     clock.stop()
-    tests = task.evaluations(tuple(evaluation.multiples))
+    model.to(chosen.device)  # where training has ended, Lightning takes it back to the CPU
+    tests = task.evaluations(tuple(evaluation.multiples), evaluation.unit)
     scores = {}
     for test in tests:
         on_progress(trainer.global_step, chosen.steps, f"test {test.name}")
@@ -94,8 +123,11 @@ def train_and_test(
             device=chosen.device,
             precision=chosen.precision,
         )
+    metrics = {"validation/accuracy": validate.accuracy, "validation/loss": validate.loss, **evaluate.summary(scores, "test")}
+    gate = start.gate(config, metrics)
     result = {
-        "metrics": {"validation/accuracy": validate.accuracy, "validation/loss": validate.loss, **evaluate.summary(scores, "test")},
+        "metrics": metrics,
+        **({} if gate is None else {"gate": gate}),
         "baselines": {test.name: evaluate.baselines(task, test, sequences=evaluation.sequences, reach=model.reach()) for test in tests},
         "costs": costs(model, task, module, clock.seconds, sorted({test.length for test in tests})),
         "counts": {"steps": trainer.global_step, "tokens": module.tokens_seen, "sequences": trainer.global_step * chosen.batch_size},

@@ -1,28 +1,32 @@
 """Comparing the runs of a study: groups over seeds, and each group's difference to a baseline, paired by seed.
 
 A group is all runs that agree on the keys `by`. A seed counts once: where a group holds several runs of one seed (because `by` leaves out
-a setting that varies), they are averaged first, so that intervals and tests speak of seeds and of nothing else. Only finished runs are
-averaged; the others are counted.
+a setting that varies), they are averaged first, so that intervals and tests speak of seeds and of nothing else. Only finished runs from a
+checkpoint that passes the study's gate are averaged; the others are counted. Perplexities are averaged and compared by their logarithms.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from experiments.compare.groups import TEST, Cell, Comparison, Group, left_out
+from experiments.compare.gate import gate_words
+from experiments.compare.groups import BELOW_GATE, TEST, Cell, Comparison, Group, left_out, outcome
 from experiments.compare.keys import Keys, natural, same_axis, spell
+from experiments.compare.measures import measure
 from experiments.compare.statistics import holm, mean_interval, sign_flip, success_rate, verdict
 from experiments.runs import read
 from experiments.runs.read import Run, flatten
-from registry import UserError, nearest
+from registry import UnknownName, UserError, nearest, tasks
 
 #: What tells a run from the others of its group: its seed, and whatever else is averaged within a seed.
 Unit = Callable[[Run], tuple[str, str]]
+ACCURACY = "accuracy"
 
 
 def compare(
@@ -35,7 +39,7 @@ def compare(
 
     by: keys of the config, a list or words with commas (default: every one that varies, besides seeds). `variant`, `position` and `task`
         stand for a name together with those of its options that vary.
-    metric: final metrics, likewise (default: the test accuracy on every evaluation set).
+    metric: final metrics, likewise (default: on every evaluation set, the one that the task declares, else the accuracy).
     baseline: {"variant": "full"}, "variant=full" or "full" (then of the first key): what the groups compared against are like. A group is
         compared with the one of them that agrees with it on all other keys (default: `full` among the variants, else the first group).
     """
@@ -83,9 +87,27 @@ def _metrics(runs: Sequence[Run], asked: Sequence[str]) -> list[str]:
     for name in asked:
         if name not in known:
             raise UserError(f"no finished run has the metric {name!r}.{nearest(name, known)}")
-    found = [match for name in known if (match := TEST.fullmatch(name)) and match["measure"] == "accuracy"]
-    found.sort(key=lambda match: (match["axis"] != "length", match["axis"], int(match["length"])))
-    return list(asked) or [match[0] for match in found]
+    return list(asked) or test_metrics(runs)
+
+
+def test_metrics(runs: Iterable[Run], of: str | None = None) -> list[str]:
+    """The metrics of one measure on all evaluation sets, in order; without one, of the measure that each run's task declares."""
+    found: dict[str, re.Match[str]] = {}
+    for run in runs:
+        matches = [match for name in run.metrics if (match := TEST.fullmatch(name))]
+        wanted = of or _declared(run)
+        if of is None and all(match["measure"] != wanted for match in matches):
+            wanted = ACCURACY
+        found |= {match[0]: match for match in matches if match["measure"] == wanted}
+    return sorted(found, key=lambda name: (found[name]["axis"] != "length", found[name]["axis"], int(found[name]["length"])))
+
+
+def _declared(run: Run) -> str:
+    """The measure that the run's task is judged by."""
+    try:
+        return str(tasks.entry(run.settings["task.name"]).facts.get("metric", ACCURACY))
+    except (UnknownName, KeyError):  # a task from a plug-in that is not loaded here
+        return ACCURACY
 
 
 def _conditions(baseline: str | Mapping[str, Any], by: Sequence[str]) -> dict[str, Any]:
@@ -130,7 +152,7 @@ def _partners(groups: Sequence[Group], keys: Keys, conditions: Mapping[str, Any]
 
 
 def _group(by: Mapping[str, Any], runs: Sequence[Run], metrics: Sequence[str], keys: Keys) -> Group:
-    finished = [run for run in runs if run.status == "finished"]
+    finished = [run for run in runs if outcome(run) == "finished"]
     steps = [run.result.get("steps_to_solve") for run in finished]
     solving = sorted(float("inf") if step is None else step for step in steps)
     middle = median(solving) if solving else float("inf")
@@ -139,40 +161,52 @@ def _group(by: Mapping[str, Any], runs: Sequence[Run], metrics: Sequence[str], k
         for name, value in flatten({**run.result.get("costs", {}), **run.result.get("counts", {})}).items():
             if isinstance(value, int | float):
                 costs.setdefault(name, []).append(value)
+    without = "no finished run has this metric" if finished else "no finished run"
+    if not finished and (below := [run for run in runs if outcome(run) == BELOW_GATE]):
+        without = gate_words(below)
     return Group(
         by=by,
         runs=runs,
-        cells={metric: _cell(metric, finished, keys) for metric in metrics},
+        cells={metric: _cell(metric, finished, keys, without) for metric in metrics},
         solved=success_rate(sum(step is not None for step in steps), len(steps)) if steps else None,
         steps_to_solve=None if middle == float("inf") else float(middle),
         costs={name: fmean(values) for name, values in costs.items()},
     )
 
 
-def _cell(metric: str, finished: Sequence[Run], keys: Keys) -> Cell:
+def _cell(metric: str, finished: Sequence[Run], keys: Keys, without: str) -> Cell:
+    """Everything but the differences. `without` is the verdict where no run has the metric."""
+    kind = measure(metric)
     values = _values(metric, finished, lambda run: (keys.seed(run), run.run_id))
     means = [fmean(of_seed.values()) for of_seed in values.values()]
+    empty = Cell(metric, len(means), better=kind.better, compared_as="ratio" if kind.ratio else "difference")
     if not means:
-        return Cell(metric, 0, verdict="no finished run has this metric" if finished else "no finished run")
+        return replace(empty, verdict=without)
     match = TEST.fullmatch(metric)
     trivial: dict[str, list[float]] = {}
-    if match and match["measure"] == "accuracy":
+    if match and match["measure"] == ACCURACY:
         for run in finished:
             for name, value in run.result.get("baselines", {}).get(match["set"], {}).items():
                 trivial.setdefault(name, []).append(value)
     averages = {name: fmean(values) for name, values in trivial.items()}
     ceiling = averages.pop("within_reach", None)
-    interval = mean_interval(means)
-    return Cell(metric, len(means), *interval, min=min(means), max=max(means), ceiling=ceiling, trivial=averages or None)
+    mean, low, high = (None if end is None else kind.shown(end) for end in mean_interval(means))
+    least, most = kind.shown(min(means)), kind.shown(max(means))
+    return replace(empty, mean=mean, low=low, high=high, min=least, max=most, ceiling=ceiling, trivial=averages or None)
 
 
 def _values(metric: str, runs: Iterable[Run], unit: Unit) -> dict[str, dict[str, float]]:
-    """The metric's mean for each seed and what is averaged within it."""
+    """The metric's mean for each seed and what is averaged within it; of a perplexity, the mean of its logarithm."""
+    kind = measure(metric)
     found: dict[str, dict[str, list[float]]] = {}
     for run in runs:
-        if metric in run.metrics:
-            seed, within = unit(run)
-            found.setdefault(seed, {}).setdefault(within, []).append(run.metrics[metric])
+        if metric not in run.metrics:
+            continue
+        value = run.metrics[metric]
+        if kind.ratio and value <= 0:
+            raise UserError(f"run {run.run_id} says {metric} = {value:g}; a perplexity is never below 1")
+        seed, within = unit(run)
+        found.setdefault(seed, {}).setdefault(within, []).append(kind.linear(value))
     return {seed: {within: fmean(values) for within, values in of_seed.items()} for seed, of_seed in found.items()}
 
 
@@ -188,7 +222,8 @@ def _compared(groups: Sequence[Group], partners: Sequence[Group | None], metrics
         corrected = holm([cells[i][metric].p_uncorrected or 0.0 for i in tested])
         for i, p in zip(tested, corrected, strict=True):
             cell = cells[i][metric]
-            words = verdict(cell.difference or 0.0, p, cell.pairs, len(tested))
+            assert cell.difference is not None
+            words = verdict(measure(metric).linear(cell.difference), p, cell.pairs, len(tested))
             cells[i][metric] = replace(cell, p=p, verdict=words)
     return [
         replace(group, cells=cell, compared_with=partner.by if partner else None)
@@ -206,13 +241,15 @@ def _paired(group: Group, partner: Group | None, metric: str, unit: Unit) -> Cel
     shared = {seed: [within for within in mine[seed] if within in theirs[seed]] for seed in mine if seed in theirs}
     differences = [fmean(mine[seed][key] - theirs[seed][key] for key in common) for seed, common in shared.items() if common]
     if not differences:
-        return replace(cell, verdict=cell.verdict or "no seed in common with the baseline")
-    interval = mean_interval(differences)
+        gated = partner.below_gate and not partner.finished
+        why = "the baseline's runs are all below the gate" if gated else "no seed in common with the baseline"
+        return replace(cell, verdict=cell.verdict or why)
+    mean, low, high = (None if end is None else measure(metric).shown(end) for end in mean_interval(differences))
     return replace(
         cell,
         pairs=len(differences),
-        difference=interval.mean,
-        difference_low=interval.low,
-        difference_high=interval.high,
+        difference=mean,
+        difference_low=low,
+        difference_high=high,
         p_uncorrected=sign_flip(differences),
     )

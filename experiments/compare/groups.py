@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
+from experiments.compare.gate import below_gate, has_gate
 from experiments.compare.keys import label
+from experiments.compare.measures import Better
 from experiments.compare.statistics import Rate
 from experiments.runs.read import Run
 from experiments.runs.status import STATES
@@ -15,13 +17,16 @@ from experiments.runs.status import STATES
 #: A final metric on one evaluation set, `axis/length`.
 TEST = re.compile(r"test/(?P<set>(?P<axis>[^/]+)/(?P<length>\d+))/(?P<measure>\w+)")
 LEFT_OUT = [state for state in STATES if state != "finished"]
+BELOW_GATE = "below the gate"
 
 
 @dataclass(frozen=True)
 class Cell:
     """One metric of one group. Means average over `n` seeds, differences over the `pairs` seeds shared with the baseline.
 
-    `p` is Holm-corrected over the groups compared in this metric. Where a number is None there is none, and `verdict` says why.
+    `difference` is what `compared_as` says: mine - theirs, or, of a perplexity, the ratio mine / theirs. All that a cell says of a
+    perplexity is averaged in logarithms (`measures`). `p` is Holm-corrected over the groups compared in this metric. Where a number is
+    None there is none, and `verdict` says why.
     """
 
     metric: str
@@ -38,6 +43,9 @@ class Cell:
     p: float | None = None
     p_uncorrected: float | None = None
     verdict: str = ""
+    #: The direction that is better; None where the metric's name does not tell.
+    better: Better | None = None
+    compared_as: Literal["difference", "ratio"] = "difference"
     #: The best that a reader limited to the model's reach could do; None where the reach is unlimited.
     ceiling: float | None = None
     #: What predictors reach that do not solve the task; "chance" is a uniform guess.
@@ -67,12 +75,17 @@ class Group:
 
     @property
     def finished(self) -> list[Run]:
-        """The runs that the numbers come from."""
-        return [run for run in self.runs if run.status == "finished"]
+        """The runs that the numbers come from: finished, and not from a checkpoint below the study's gate."""
+        return [run for run in self.runs if outcome(run) == "finished"]
+
+    @property
+    def below_gate(self) -> list[Run]:
+        """The finished runs whose numbers are not looked at, because of the checkpoint that they started from."""
+        return [run for run in self.runs if outcome(run) == BELOW_GATE]
 
     @property
     def left_out(self) -> dict[str, int]:
-        """How many runs the numbers do not come from, by status."""
+        """How many runs the numbers do not come from, by outcome."""
         return left_out(self.runs)
 
 
@@ -114,6 +127,21 @@ class Comparison:
         return {**about, "groups": rows, "finished": self.finished, "left_out": self.left_out}
 
 
-def left_out(runs: Iterable[Run]) -> dict[str, int]:
-    """How many runs are not finished, by status."""
-    return {state: sum(run.status == state for run in runs) for state in LEFT_OUT}
+def outcome(run: Run) -> str:
+    """What a run is counted as: its status, or BELOW_GATE."""
+    return BELOW_GATE if run.status == "finished" and below_gate(run) else run.status
+
+
+def left_out(runs: Sequence[Run]) -> dict[str, int]:
+    """How many runs the numbers do not come from, by outcome; BELOW_GATE is among them where the study sets a gate."""
+    outcomes = [outcome(run) for run in runs]
+    names = [*LEFT_OUT, BELOW_GATE] if any(map(has_gate, runs)) else LEFT_OUT
+    return {name: outcomes.count(name) for name in names}
+
+
+def trained_length(run: Run) -> int | None:
+    """Tokens in the sequences that the run's model, or the checkpoint it started from, was trained on; tests are multiples of it."""
+    for key in ("evaluation.unit", "task.length"):
+        if isinstance(length := run.settings.get(key), int):
+            return length
+    return None

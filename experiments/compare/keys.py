@@ -16,6 +16,10 @@ from experiments.runs.read import Run
 from registry import UserError, nearest
 
 SECTIONS = ("variant", "position", "task")
+#: The run whose checkpoint a run starts from. Another seed starts from another one, so that it splits runs only where the seeds do not.
+START = "start"
+#: What follows from other settings in a study that starts from checkpoints: how these are found, and what is tested. Asked last, or never.
+FOUND_BY, LATE = "parent", "evaluation"
 
 
 class Keys:
@@ -30,7 +34,8 @@ class Keys:
                 self._settings[run_id][section] = label
         self.names = [*SECTIONS, *names]
         self._own = [name for name in names if _section(name) not in NOT_IDENTITY and not is_seed(name)]
-        self._candidates = [*SECTIONS, *(name for name in self._own if _section(name) not in SECTIONS)]
+        others = [name for name in self._own if _section(name) not in (*SECTIONS, START, FOUND_BY)]
+        self._candidates = [*SECTIONS, *sorted(others, key=lambda name: _section(name) == LATE)]
         self._seeds = [name for name in names if is_seed(name)]
 
     def value(self, run: Run, key: str) -> Any:
@@ -55,6 +60,8 @@ class Keys:
         for key in self._candidates:
             if not self._decided(key, keys):
                 keys.append(key)
+        if START in self.names and not self._decided(START, [*keys, *self._seeds]):
+            keys.append(START)
         return keys[len(after) :]
 
     def differing(self) -> list[str]:

@@ -1,7 +1,7 @@
 """The comparison page: one HTML file that holds its data, works from disk and asks the network for nothing.
 
 `page/` has the template, the style and the scripts; Plotly's "cartesian" bundle lies beside them with its licence. What is averaged is
-averaged is averaged in Python: the page shows the numbers of `compare` and computes none.
+averaged in Python: the page shows the numbers of `compare` and computes none.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Sequence
 
 from rich import box
@@ -16,17 +17,25 @@ from rich.console import Group as Stack
 from rich.table import Table
 from rich.text import Text
 
-from experiments.compare.groups import TEST, Cell, Comparison
+from experiments.compare.gate import GATED, gate_words
+from experiments.compare.groups import BELOW_GATE, TEST, Cell, Comparison
 from experiments.compare.keys import SECTIONS, spell
+from experiments.compare.measures import measure
 from experiments.compare.statistics import LEVEL, POWERLESS
 
 NOTHING = "-"
+TIMES = "\N{MULTIPLICATION SIGN}"
+#: Before the factor from the middle of an interval to either end.
+FACTOR = f"{TIMES}÷"
 _LATEX = {
     "\\": r"\textbackslash{}",
     **{character: f"\\{character}" for character in "&%$#_{}"},
     "~": r"\textasciitilde{}",
     "^": r"\textasciicircum{}",
     "±": r"$\pm$",
+    TIMES: r"$\times$",
+    "÷": r"$\div$",
+    "↓": r"$\downarrow$",
     "≤": r"$\leq$",
     "·": r"$\cdot$",
     "<": r"\textless{}",
@@ -128,15 +137,20 @@ def differences(comparison: Comparison, metrics: Sequence[str]) -> list[list[str
 
 
 def results_caption(comparison: Comparison) -> str:
-    """What the numbers average over, and which runs they leave out."""
-    lost = [f"{count} {status}" for status, count in comparison.left_out.items() if count]
+    """What the numbers average over, which direction is better where that is not up, and which runs they leave out."""
+    lost = [f"{count} {outcome}" for outcome, count in comparison.left_out.items() if count]
     ceiling = any(cell.ceiling is not None for group in comparison.groups for cell in group.cells.values())
+    linear, ratios = _kinds(comparison)
+    averages = ["Mean ± half a 95 % t interval"] if linear else []
+    averages += [f"Perplexities: exp of the mean loss, {FACTOR} its 95 % t interval"] if ratios else []
     return (
-        f"Mean ± half a 95 % t interval; {comparison.averages_over}. "
+        f"{'; '.join(averages)}; {comparison.averages_over}. "
+        + _direction(comparison)
         + ("≤: what the model's reach allows. " if ceiling else "")
         + "Steps to solve: median, unsolved runs counted as never. "
         + f"{comparison.finished} finished runs"
         + (f"; left out: {', '.join(lost)}." if lost else ", none left out.")
+        + _below_gate(comparison)
     )
 
 
@@ -145,19 +159,23 @@ def differences_caption(comparison: Comparison) -> str:
     against = ", ".join(f"{key}={spell(value)}" for key, value in comparison.baseline.items())
     verdicts = {cell.verdict for group in comparison.groups for cell in group.cells.values()}
     powerless = sorted(words for words in verdicts if words.startswith(POWERLESS))
+    linear, ratios = _kinds(comparison)
+    shown = "Difference (of perplexities, ratio)" if linear and ratios else "Difference" if linear else "Ratio"
+    spread = " or ".join(["± half a"] * linear + [f"{FACTOR} a"] * ratios)
     return (
-        f"Difference to {against} with all else equal, paired by seed, ± half a 95 % t interval; p of the sign-flip test, Holm-corrected "
-        f"within a column; * below {LEVEL}." + "".join(f" Without p: {words}." for words in powerless)
-    )
+        f"{shown} to {against} with all else equal, paired by seed, {spread} 95 % t interval; p of the sign-flip test, Holm-corrected "
+        f"within a column; * below {LEVEL}. {_direction(comparison)}" + "".join(f"Without p: {words}. " for words in powerless)
+    ).rstrip()
 
 
 def title(metric: str) -> str:
-    """A metric's name as a column head: the evaluation set, and the measure where it is not the accuracy."""
+    """A metric as a column head: the evaluation set, the measure where it is not the accuracy, and an arrow where lower is better."""
     match = TEST.fullmatch(metric)
+    arrow = " ↓" if measure(metric).better == "lower" else ""
     if match is None:
-        return metric
-    measure = "" if match["measure"] == "accuracy" else f" {match['measure']}"
-    return f"{match['axis']} {match['length']}{measure}"
+        return metric + arrow
+    name = "" if match["measure"] == "accuracy" else f" {match['measure']}"
+    return f"{match['axis']} {match['length']}{name}{arrow}"
 
 
 def telling(cell: Cell) -> bool:
@@ -175,6 +193,14 @@ def quantity(value: int | float | None) -> str:
     return f"{value:.3g}"
 
 
+def factor(value: float) -> str:
+    """A perplexity or a ratio: three decimals, fewer of a large one, three digits of a small one."""
+    if value >= 9999.5:
+        return quantity(value) if value < 1e15 else f"{value:.0e}"
+    decimals = next(d for d, end in ((3, 10), (2, 100), (1, 1000), (0, math.inf)) if round(value, d) < end)
+    return f"{value:.{decimals}f}" if value >= 0.0995 or value == 0 else f"{value:.3g}"
+
+
 def escape_latex(text: str) -> str:
     """Text that LaTeX prints as it is."""
     return "".join(_LATEX.get(character, character) for character in text)
@@ -184,20 +210,53 @@ def _titles(keys: Sequence[str]) -> list[str]:
     return [key.removesuffix(".name") if key.partition(".")[0] in SECTIONS else key for key in keys]
 
 
+def _kinds(comparison: Comparison) -> tuple[bool, bool]:
+    """Whether any metric is compared by differences, and whether any is by ratios."""
+    ratios = [measure(metric).ratio for metric in comparison.metrics]
+    return not all(ratios) or not ratios, any(ratios)
+
+
+def _direction(comparison: Comparison) -> str:
+    return "↓: lower is better. " if any(measure(metric).better == "lower" for metric in comparison.metrics) else ""
+
+
+def _below_gate(comparison: Comparison) -> str:
+    """Why groups have no number though their runs finished: groups with one reason in one sentence."""
+    why: dict[str, list[str]] = {}
+    for group in comparison.groups:
+        if group.below_gate and not group.finished:
+            why.setdefault(gate_words(group.below_gate), []).append(group.label)
+    return "".join(f" No number for {', '.join(labels)}: {words}." for words, labels in why.items())
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
 def _mean(cell: Cell) -> str:
     if cell.mean is None:
         return NOTHING
-    spread = f" ±{cell.high - cell.mean:.3f}" if cell.high is not None else ""
     ceiling = f"\n≤{cell.ceiling:.3f}" if cell.ceiling is not None else ""
-    return f"{cell.mean:.3f}{spread}{ceiling}"
+    return f"{_number(cell, cell.mean)}{_spread(cell, cell.mean, cell.high)}{ceiling}"
 
 
 def _difference(cell: Cell) -> str:
     if cell.difference is None:
-        return cell.verdict
-    spread = f" ±{cell.difference_high - cell.difference:.3f}" if cell.difference_high is not None else ""
+        return BELOW_GATE if cell.verdict.startswith(GATED) else cell.verdict
     p = f"\np={cell.p:.2g}{'*' * (cell.p < LEVEL)}" if cell.p is not None and telling(cell) else ""
-    return f"{cell.difference:+.3f}{spread}{p}"
+    difference = f"{TIMES}{factor(cell.difference)}" if cell.compared_as == "ratio" else f"{cell.difference:+.3f}"
+    return f"{difference}{_spread(cell, cell.difference, cell.difference_high)}{p}"
+
+
+def _number(cell: Cell, value: float) -> str:
+    return factor(value) if cell.compared_as == "ratio" else f"{value:.3f}"
+
+
+def _spread(cell: Cell, middle: float, high: float | None) -> str:
+    """Half an interval, or, of what is compared by ratios, the factor from its middle to its end."""
+    if high is None:
+        return ""
+    return f" {FACTOR}{factor(high / middle)}" if cell.compared_as == "ratio" else f" ±{high - middle:.3f}"
 
 
 def _rich(comparison: Comparison, name: str, rows: list[list[str]], axis: str = "") -> Table:

@@ -49,18 +49,19 @@ def sweep(
     jobs: Sequence[Job],
     *,
     dropped: Sequence[Dropped] = (),
+    compare: Mapping[str, Any] | None = None,
     executor: Mapping[str, Any] | None = None,
     retry_diverged: bool = False,
     target: str = TARGET,
 ) -> Report:
     """Carry out the jobs of the study in `directory` that are missing; the report of all of them.
 
-    `executor` is {"name": ..., options}; `target` is the function that carries out one run. Raises UserError for an unknown executor and
-    CannotWrite; KeyboardInterrupt once the active runs have ended.
+    `compare` is how the study is compared by default; `executor` is {"name": ..., options}; `target` is the function that carries out one
+    run. Raises UserError for an unknown executor and CannotWrite; KeyboardInterrupt once the active runs have ended.
     """
     chosen = dict(executor or {"name": "local"})
     carry_out = find(chosen.pop("name"))
-    change = record_plan(directory, jobs, dropped)
+    change = record_plan(directory, jobs, dropped, compare or {})
     outcomes = {job.run_id: _present(job, retry_diverged) for job in jobs}
     pending = [job for job in jobs if outcomes[job.run_id] is None]
     settled = len(jobs) - len(pending)
@@ -71,10 +72,19 @@ def sweep(
             display.note(change)
         display.note(_announcement([o for o in outcomes.values() if o is not None], len(pending)))
         while pending:
-            done = carry_out(pending, target=target, on_event=display.event, **chosen)
+            now, later = _parents_first(pending)
+            done = carry_out(now, target=target, on_event=display.event, **chosen)
             outcomes.update({outcome.job.run_id: outcome for outcome in done})
-            pending = _left_by_others([outcome.job for outcome in done if outcome.status == "running"], outcomes, display)
+            left = _left_by_others([outcome.job for outcome in done if outcome.status == "running"], outcomes, display)
+            pending = [*left, *later]
     return Report([outcome for outcome in outcomes.values() if outcome is not None])
+
+
+def _parents_first(jobs: Sequence[Job]) -> tuple[list[Job], list[Job]]:
+    """The jobs that can begin, and those that start from one of the others."""
+    unfinished = {job.run_id for job in jobs}
+    waiting = {job.run_id for job in jobs if job.config.get("start") in unfinished}
+    return [job for job in jobs if job.run_id not in waiting], [job for job in jobs if job.run_id in waiting]
 
 
 def _present(job: Job, retry_diverged: bool) -> Outcome | None:

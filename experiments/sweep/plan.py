@@ -8,6 +8,9 @@ A grid is a mapping from a key to its choices. A choice may carry overrides that
       seed: [0, 1, 2]
 
 A key given on the command line (`seed=0,1`) takes the place of the experiment's choices for it.
+
+A run that starts from another one says which by overrides of its own config (`parent: [position=rope, trainer.steps=3000]`); that run is
+then part of the plan, once for all that start from it, and comes first.
 """
 
 from __future__ import annotations
@@ -25,23 +28,28 @@ from experiments.config import parse, resolve, without
 from experiments.runs.identity import run_id
 from experiments.sweep.job import Job
 from experiments.sweep.study import Dropped
+from experiments.words import changed, spell
 from registry import UserError
+
+#: Keys that plan a study, and mean nothing to a run.
+PLAN_ONLY = ("sweep", "parent", "compare")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The runs of a study, and the combinations that have no meaning, with the reason."""
+    """The runs of a study, the combinations that have no meaning, with the reason, and how the study is compared."""
 
     study: str
     directory: Path
     jobs: list[Job]
     dropped: list[Dropped]
     executor: dict[str, Any]
+    compare: dict[str, Any]
 
 
 def single(words: Sequence[str]) -> Job:
     """The one run that `words` describe."""
-    return _job(words, words)
+    return _jobs(words, words)[-1]
 
 
 def expand(words: Sequence[str]) -> Plan:
@@ -54,19 +62,33 @@ def expand(words: Sequence[str]) -> Plan:
     dropped: list[Dropped] = []
     for choice in itertools.product(*grid.values()):
         chosen = tuple(word for words_of_choice in choice for word in words_of_choice)
-        job = _job([*chosen, *_not_in_grid(overrides, grid)], chosen)
-        reason = why_not(job.config, chosen)
+        line = _jobs([*chosen, *_not_in_grid(overrides, grid)], chosen)
+        reason = next((reason for job in line if (reason := why_not(job.config, job.overrides))), "")
+        if not reason:
+            _require_same_weights(line)
         if reason:
             dropped.append((chosen, reason))
         else:
-            jobs.setdefault(job.run_id, job)
+            for job in line:
+                jobs.setdefault(job.run_id, job)
     study = str(base["study"])
-    return Plan(study, Path(base["runs_dir"]) / study, list(jobs.values()), dropped, base["executor"])
+    compare = {key: value for key, value in base["compare"].items() if value is not None}
+    return Plan(study, Path(base["runs_dir"]) / study, list(jobs.values()), dropped, base["executor"], compare)
 
 
-def _job(words: Sequence[str], overrides: Sequence[str]) -> Job:
-    config = without(resolve(words), "sweep")  # the grid plans a study, and means nothing to a run
-    return Job(run_id(config), config, Path(config["runs_dir"]) / config["study"] / run_id(config), tuple(overrides))
+def _jobs(words: Sequence[str], overrides: Sequence[str]) -> list[Job]:
+    """The run that `words` describe, behind those that it goes back to."""
+    resolved = resolve(words)
+    config, parent = without(resolved, *PLAN_ONLY), resolved["parent"]
+    before: list[Job] = []
+    if parent:
+        if config["start"] is not None:
+            raise UserError(f"start={config['start']} and parent={parent} both say what to start from; give one")
+        mine = [*parent, *([] if "parent" in {word.partition("=")[0] for word in parent} else ["parent=[]"])]
+        before = _jobs(changed(words, mine), changed(overrides, parent))
+        config["start"] = before[-1].run_id
+    identity = run_id(config)
+    return [*before, Job(identity, config, Path(config["runs_dir"]) / config["study"] / identity, tuple(overrides))]
 
 
 def why_not(config: Mapping[str, Any], chosen: Sequence[str]) -> str:
@@ -84,6 +106,16 @@ def why_not(config: Mapping[str, Any], chosen: Sequence[str]) -> str:
     return ""
 
 
+def _require_same_weights(line: Sequence[Job]) -> None:
+    """Raises UserError where a run cannot take the weights of the one before it in `line`."""
+    from experiments.model import on_meta
+    from experiments.start import require_same
+
+    models = [on_meta(job.config, checked_task(job.config)[0].vocab_size) for job in line]
+    for (_, theirs), (job, mine) in itertools.pairwise(zip(line, models, strict=True)):
+        require_same(mine.state_dict(), theirs.state_dict(), job.label)
+
+
 def _grid(declared: Mapping[str, Any], overrides: Sequence[Override]) -> dict[str, list[tuple[str, ...]]]:
     """Key -> choices, each a tuple of override words: the experiment's keys first, then those of the command line."""
     grid: dict[str, list[tuple[str, ...]]] = {}
@@ -92,7 +124,7 @@ def _grid(declared: Mapping[str, Any], overrides: Sequence[Override]) -> dict[st
         if not isinstance(choices, list) or not choices:
             raise UserError(f"sweep.{key} must be a list of choices; got {choices!r}")
         if key not in given:
-            grid[key] = [tuple(f"{key}={choice}".split()) if isinstance(choice, str) else (f"{key}={_word(choice)}",) for choice in choices]
+            grid[key] = [tuple(f"{key}={choice}".split()) if isinstance(choice, str) else (f"{key}={spell(choice)}",) for choice in choices]
     for key, override in given.items():
         if override.is_sweep_override():
             grid[key] = [(f"{key}={word}",) for word in _choices(override)]
@@ -108,16 +140,3 @@ def _choices(override: Override) -> Iterator[str]:
         yield from override.sweep_string_iterator()
     except Exception:
         raise UserError(f"cannot sweep over {override.input_line!r}; write key=a,b,c or key=range(0,5)") from None
-
-
-def _word(value: Any) -> str:
-    """A YAML value as it would be typed in an override."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return "[" + ",".join(_word(item) for item in value) + "]"
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{_word(item)}" for key, item in value.items()) + "}"
-    return str(value)

@@ -1,6 +1,7 @@
 """A study: the directory of a sweep's runs, and the manifest that says which runs were planned.
 
-    runs/<study>/study.json     {"study", "runs": {run_id: {"overrides"}}, "dropped": [{"overrides", "reason"}]}
+    runs/<study>/study.json     {"study", "runs": {run_id: {"overrides"}}, "dropped": [{"overrides", "reason"}],
+                                 "compare": {"by", "metric", "baseline"}}        what `attnlab compare` does where nothing else is asked for
 
 Plans add up: a study swept again with another grid keeps the runs of the earlier one.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ from experiments.runs.status import MANIFEST, STATES, status_of
 from experiments.sweep.job import Job
 from registry import UserError, nearest
 
+#: What a study may say of its comparison.
+COMPARISON = ("by", "metric", "baseline")
 #: A combination without meaning: its overrides, and why.
 Dropped = tuple[Sequence[str], str]
 
 
-def record_plan(directory: Path, jobs: Sequence[Job], dropped: Sequence[Dropped] = ()) -> str:
+def record_plan(directory: Path, jobs: Sequence[Job], dropped: Sequence[Dropped] = (), compare: Mapping[str, Any] | None = None) -> str:
     """Add a plan to the study's manifest; what that changed, in a sentence, "" for a new or unchanged study. Raises CannotWrite."""
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
@@ -34,13 +37,20 @@ def record_plan(directory: Path, jobs: Sequence[Job], dropped: Sequence[Dropped]
         runs = {**manifest["runs"], **planned}
         listed = [{"overrides": list(overrides), "reason": reason} for overrides, reason in dropped]
         known = [entry for entry in manifest["dropped"] if entry not in listed]
-        after = {**manifest, "runs": runs, "dropped": known + listed}
+        after = {**manifest, "runs": runs, "dropped": known + listed, **({"compare": dict(compare)} if compare else {})}
         if after != before:
             write_json(directory / MANIFEST, after)
     added, kept = len(runs) - len(manifest["runs"]), len(runs) - len(planned)
     if before is None or not (added or kept):
         return ""
     return f"the plan of study {directory.name!r} changed: {added} runs are new, {kept} of earlier plans are kept and not run now"
+
+
+def comparison(directory: Path, **asked: str | None) -> dict[str, str | None]:
+    """`by`, `metric` and `baseline`: what is asked for, else what the study says. Its baseline goes with its own `by`."""
+    said = (read_json(directory / MANIFEST) or {}).get("compare") or {}
+    kept = {key: said.get(key) for key in COMPARISON if key != "baseline" or not asked.get("by")}
+    return {**kept, **{key: value for key, value in asked.items() if value is not None}}
 
 
 def status(directory: Path) -> dict[str, Any]:

@@ -145,9 +145,9 @@ class Task:
         """The accuracy each trivial predictor is expected to reach; "chance" is a uniform guess among all answers."""
         raise NotImplementedError
 
-    def evaluations(self, multiples: tuple[int, ...] = (1, 2, 4, 8)) -> list[Evaluation]:
-        """The test sets: `length` times each multiple along every axis."""
-        return [Evaluation("length", self.length * multiple) for multiple in multiples]
+    def evaluations(self, multiples: tuple[int, ...] = (1, 2, 4, 8), unit: int | None = None) -> list[Evaluation]:
+        """The test sets: `unit` tokens (default: `length`) times each multiple along every axis."""
+        return [Evaluation("length", (unit or self.length) * multiple) for multiple in multiples]
 
 
 def roles(**sizes: int) -> dict[str, range]:

@@ -146,14 +146,14 @@ class MultiQueryRecall(Task):
         pairs = self.complete(difficulty)["pairs"]
         return {"chance": 1 / self.values, "majority": 1 / self.values, "in_context": 1 / pairs, "last_seen": 1 / pairs}
 
-    def evaluations(self, multiples: tuple[int, ...] = (1, 2, 4, 8)) -> list[Evaluation]:
+    def evaluations(self, multiples: tuple[int, ...] = (1, 2, 4, 8), unit: int | None = None) -> list[Evaluation]:
         """`length`: longer with the same pairs. `load`: pairs in proportion to the length, as far as there are keys and values.
 
         The set at `length` itself is the first point of both, and is made once.
         """
-        loads = [(self.length * m, self.pairs * m) for m in multiples if m > 1]
+        loads = [((unit or self.length) * m, self.pairs * m) for m in multiples if m > 1]
         loads = [(length, pairs) for length, pairs in loads if pairs <= min(self.keys, self.values)]
-        return super().evaluations(multiples) + [Evaluation("load", length, {"pairs": pairs}) for length, pairs in loads]
+        return super().evaluations(multiples, unit) + [Evaluation("load", length, {"pairs": pairs}) for length, pairs in loads]
 
     def _slots(self, length: int, pairs: int) -> Int[ndarray, " slots"]:
         """Places where a query may stand."""

@@ -16,6 +16,7 @@ costs nothing: two layers of attention with a short convolution learn either wit
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -116,9 +117,9 @@ class Passkey(Task):
         hit = 1 / (length - 2)  # among all tokens but the markers
         return {"chance": chance, "majority": chance, "in_context": hit + (1 - hit) * chance, "last_seen": chance}
 
-    def evaluations(self, multiples: tuple[int, ...] = (1, 2, 4, 8)) -> list[Evaluation]:
+    def evaluations(self, multiples: tuple[int, ...] = (1, 2, 4, 8), unit: int | None = None) -> list[Evaluation]:
         """`length`: longer, each set running through DEPTHS by index, so that every depth gets the same number of sequences."""
-        return [Evaluation("length", self.length * multiple, {"depth": DEPTHS}) for multiple in multiples]
+        return [replace(test, difficulty={"depth": DEPTHS}) for test in super().evaluations(multiples, unit)]
 
 
 def _places(depth: float | Sequence[float], last: int) -> Int[ndarray, " depths"]:

@@ -17,6 +17,7 @@ from experiments.sweep import launch, study
 from registry import UserError
 
 if TYPE_CHECKING:
+    from experiments.sweep.job import Job
     from experiments.sweep.plan import Plan
 
 Report = Callable[[Any], None]
@@ -24,23 +25,29 @@ Report = Callable[[Any], None]
 
 def train(words: Sequence[str], report: Report | None) -> None:
     """Carry out one run, or show the result of a finished one."""
+    job, result = carry_out(words)
+    if report is not None:
+        report({"run_id": job.run_id, "directory": str(job.directory), "result": result})
+        return
+    for name, value in result["metrics"].items():
+        if name.endswith(("/accuracy", "/perplexity")):
+            print(f"{name:32} {value:.4f}")
+    steps = result["counts"]["steps"]
+    ended = f"solved after {steps} steps" if result["stopped"] == "solved" else f"not solved in the budget of {steps} steps"
+    speed = f", {result['costs']['tokens_per_second']:,.0f} tokens/s" if steps else ""
+    print(f"{ended if steps else 'tested without training'}{speed}, in {job.directory}")
+
+
+def carry_out(words: Sequence[str]) -> tuple[Job, dict[str, Any]]:
+    """The run that `words` describe and its result, stored or made now."""
     from experiments.sweep.plan import single
 
     job = single(words)
     result = read_json(job.directory / RESULT)
     if result is None:
-        result = _train(job.config)
-    else:
-        print(f"{job.directory} is finished already; this is its result", file=sys.stderr)
-    if report is not None:
-        report({"run_id": job.run_id, "directory": str(job.directory), "result": result})
-        return
-    for name, value in result["metrics"].items():
-        if name.endswith("/accuracy"):
-            print(f"{name:32} {value:.4f}")
-    steps = result["counts"]["steps"]
-    ended = f"solved after {steps} steps" if result["stopped"] == "solved" else f"not solved in the budget of {steps} steps"
-    print(f"{ended}, {result['costs']['tokens_per_second']:,.0f} tokens/s, in {job.directory}")
+        return job, _train(job.config)
+    print(f"{job.directory} is finished already; this is its result", file=sys.stderr)
+    return job, result
 
 
 def _train(config: dict[str, Any]) -> dict[str, Any]:
@@ -76,7 +83,9 @@ def sweep(words: Sequence[str], *, dry_run: bool, retry: Sequence[str], report: 
     if dry_run:
         _show_plan(plan, report)
         return
-    ended = launch.sweep(plan.directory, plan.jobs, dropped=plan.dropped, executor=plan.executor, retry_diverged="diverged" in retry)
+    ended = launch.sweep(
+        plan.directory, plan.jobs, dropped=plan.dropped, compare=plan.compare, executor=plan.executor, retry_diverged="diverged" in retry
+    )
     if report is not None:
         report(study.status(plan.directory))
     else:
@@ -86,7 +95,7 @@ def sweep(words: Sequence[str], *, dry_run: bool, retry: Sequence[str], report: 
 
             print()
             comparing.compare(plan.directory)
-            comparing.report(plan.directory, None)
+            comparing.report(plan.directory)
     if ended.failed:
         sys.exit(1)
 

@@ -26,7 +26,7 @@ TINY = [
     *("trainer.validation_sequences=4", "evaluation.multiples=[1]", "evaluation.sequences=4"),
 ]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(registry.ROOT)}
-VERBS = ("list", "train", "sweep", "status", "check", "compare", "report", "bench")
+VERBS = ("list", "train", "evaluate", "longrope-search", "sweep", "status", "check", "compare", "report", "bench")
 
 
 def attnlab(*words: str, cwd: Path, code: int = 0) -> Result:
@@ -82,6 +82,10 @@ def test_a_plugin_that_fails_is_listed_with_its_reason(tmp_path):
         ["train", "trainer.steps=abc"],
         ["train", "variant=full,gqa"],
         ["train", "model.dim=10", "model.heads=3"],
+        ["evaluate", "runs/nothing"],
+        ["longrope-search", "factor=4"],
+        ["longrope-search", "checkpoint=runs/nothing", "factor=4"],
+        ["sweep", "compare.bsline=full"],
         ["sweep", "variant=full,liner"],
         ["sweep", "executor=slrm"],
         ["sweep", "--retry", "failed"],
@@ -237,3 +241,34 @@ def test_what_a_mixer_prints_while_it_is_checked_is_not_in_the_document(monkeypa
     out, err = capsys.readouterr()
     assert json.loads(out)["name"] == "full"
     assert "noise" in err
+
+
+def test_a_finished_run_is_evaluated_and_searched_and_what_was_found_is_taken_up(tmp_path):
+    words = ["task=repeated_segments", "task.length=16", "task.shortest=4", "task.longest=6", *TINY[3:], "evaluation.multiples=[1,2]"]
+    trained = json.loads(attnlab("train", *words, "study=s", "--json", cwd=tmp_path).stdout)
+    run = trained["directory"]
+    tested = json.loads(attnlab("evaluate", run, "position=pi", "position.factor=2", "--json", cwd=tmp_path).stdout)
+    assert tested["run_id"] != trained["run_id"] and tested["result"]["counts"]["steps"] == 0
+    assert "test/length/32/perplexity" in attnlab("evaluate", f"s/{trained['run_id']}", cwd=tmp_path).stdout
+
+    search = ["longrope-search", f"checkpoint={run}/checkpoints/last.ckpt", "factor=2", "search.evaluations=9", "search.sequences=2"]
+    said = attnlab(*search, cwd=tmp_path).stdout
+    assert "9 candidates" in said and "held out" in said and "yarn" in said
+    found = json.loads(attnlab(*search, "--json", cwd=tmp_path).stdout)
+    file = Path(found["directory"]) / "position.yaml"
+    assert str(file) in said and found["position"]["name"] == "longrope" and found["position"]["trained_length"] == 16
+    again = json.loads(attnlab("evaluate", run, f"position={file}", "--json", cwd=tmp_path).stdout)
+    stored = json.loads((tmp_path / found["directory"] / "result.json").read_text())
+    assert again["result"]["metrics"] == stored["metrics"]
+    tuned = attnlab("train", *words, "study=s", f"position={file}", f"start={trained['run_id']!r}", "trainer.steps=2", cwd=tmp_path)
+    assert "not solved in the budget of 2 steps" in tuned.stdout
+    bad = attnlab("longrope-search", f"checkpoint={tested['directory']}", "factor=2", cwd=tmp_path, code=2)
+    assert "trained with position=rope" in bad.stderr and "has pi" in bad.stderr
+
+
+def test_an_experiment_says_how_it_is_compared(tmp_path):
+    attnlab("sweep", "study=s", *TINY, "variant=full,gqa,mqa", "compare.baseline='variant=gqa'", "--json", cwd=tmp_path)
+    groups = json.loads(attnlab("compare", "s", "--json", cwd=tmp_path).stdout)["groups"]
+    assert [group["verdict"] for group in groups if group["by"]["variant"] == "gqa"] == ["baseline"]
+    asked = json.loads(attnlab("compare", "s", "--baseline", "variant=mqa", "--json", cwd=tmp_path).stdout)["groups"]
+    assert [group["verdict"] for group in asked if group["by"]["variant"] == "mqa"] == ["baseline"]

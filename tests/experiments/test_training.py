@@ -203,7 +203,7 @@ def test_bf16_trains_in_autocast_with_parameters_in_fp32(tmp_path):
         (["task.length=8", "task.pairs=4"], "8"),
         (["trainer.precision=fp17"], "Did you mean 'fp32'"),
         (["trainer.device=tpu"], "cpu"),
-        (["trainer.steps=0"], "trainer.steps must be at least 1"),
+        (["trainer.steps=0"], "trainer.steps=0 trains nothing"),
         (["model.pattern=[full]"], "never uses the variant"),
         (["model.layers=0"], "model.layers must be at least 1"),
         (["seed=-1"], "seed must lie between 0 and 2^63 - 1"),

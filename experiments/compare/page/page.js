@@ -23,6 +23,12 @@
 
   const NOTHING = "–";
   const signed = (value) => (value < 0 ? "−" : "+") + Math.abs(value).toFixed(3);
+  // A perplexity or a ratio: three decimals, fewer of a large one, three digits of a small one.
+  function factor(value) {
+    if (value >= 9999.5) return value < 1e15 ? quantity(value) : value.toExponential(0);
+    const [decimals] = [[3, 10], [2, 100], [1, 1000], [0, Infinity]].find(([digits, end]) => Number(value.toFixed(digits)) < end);
+    return value >= 0.0995 || value === 0 ? value.toFixed(decimals) : String(Number(value.toPrecision(3)));
+  }
   const real = (value) => (value === null || value === undefined ? NOTHING : value.toFixed(3).replace("-", "−"));
   const whole = (value) => (value === null || value === undefined ? NOTHING : Math.round(value).toLocaleString("en"));
   function quantity(value) {
@@ -42,13 +48,23 @@
   const quiet = (text, name = "") => el("span", { class: `quiet ${name}` }, text);
 
   function swatch(i) {
-    const { colour, dash } = styled[i];
+    const { colour, dash, symbol } = styled[i];
     return svg("svg", { class: "swatch", viewBox: "0 0 26 10", "aria-hidden": "true" },
-      svg("line", { x1: 0, x2: 26, y1: 5, y2: 5, stroke: colour, "stroke-width": 2.5, "stroke-dasharray": charts.PATTERNS[dash] }));
+      svg("line", { x1: 0, x2: 26, y1: 5, y2: 5, stroke: colour, "stroke-width": 2.5, "stroke-dasharray": charts.PATTERNS[dash] }),
+      svg("path", { d: charts.MARKS[symbol], fill: colour, stroke: "var(--paper)", "stroke-width": 0.7 }));
   }
   const groupHead = (i) => el("th", { scope: "row" }, swatch(i), data.groups[i].label);
 
-  const half = (middle, high) => (high === null ? [] : [quiet(` ±${(high - middle).toFixed(3)}`, "small")]);
+  // How a cell writes its numbers: those of what is compared by ratios are factors, and so is the half of an interval.
+  function writing(cell) {
+    const ratio = cell.compared_as === "ratio";
+    const number = (value) => (value === null ? NOTHING : ratio ? factor(value) : real(value));
+    return {
+      number,
+      difference: (value) => (ratio ? `×${factor(value)}` : signed(value)),
+      half: (middle, high) => (high === null ? [] : [quiet(ratio ? ` ×÷${factor(high / middle)}` : ` ±${(high - middle).toFixed(3)}`, "small")]),
+    };
+  }
 
   function results() {
     const heads = ["group", "finished", ...data.metrics.map((metric) => metric.title), "solved", "steps to solve"];
@@ -57,7 +73,8 @@
       const finished = cell(`${group.finished}/${group.runs}`, ...lost);
       const cells = data.metrics.map((metric) => {
         const { mean, high, n, ceiling } = group.cells[metric.name];
-        const parts = [el("span", { "data-group": i, "data-metric": metric.name }, real(mean))];
+        const { number, half } = writing(group.cells[metric.name]);
+        const parts = [el("span", { "data-group": i, "data-metric": metric.name }, number(mean))];
         parts.push(...half(mean, high));
         if (mean !== null && n !== group.finished) parts.push(quiet(` n=${n}`, "small"));
         if (ceiling !== null) parts.push(quiet(`≤ ${real(ceiling)}`, "small block"));
@@ -67,35 +84,57 @@
       const rate = solved ? [`${solved.successes}/${solved.n}`, quiet(` ${solved.low.toFixed(2)} to ${solved.high.toFixed(2)}`, "small")] : [NOTHING];
       return el("tr", {}, groupHead(i), finished, ...cells, cell(...rate), cell(group.steps_to_solve === null ? (solved ? "never" : NOTHING) : whole(group.steps_to_solve)));
     });
-    table("results-table", data.metrics.every((metric) => metric.measure === "accuracy") ? "Test accuracy" : "Final metrics", heads, rows);
+    const [measure, ...others] = distinct(data.metrics.map((metric) => metric.measure));
+    const caption = measure && !others.length ? `Test ${measure.replaceAll("_", " ")}` : "Final metrics";
+    const lower = data.metrics.length && data.metrics.every((metric) => metric.better === "lower");
+    table("results-table", `${caption}${lower ? "; lower is better" : ""}`, heads, rows);
   }
 
-  function forest({ difference, difference_low: low, difference_high: high }, reach, colour) {
-    const x = (value) => 85 + 82 * Math.max(-1, Math.min(1, value / reach));
+  // Ratios are drawn in logarithms, so that a half lies as far from the middle as a double.
+  const place = (one, value) => (one.compared_as === "ratio" ? Math.log(value) : value);
+
+  function forest(one, reach, colour) {
+    const x = (value) => 85 + 82 * Math.max(-1, Math.min(1, place(one, value) / reach));
     const drawing = svg("svg", { class: "forest", viewBox: "0 0 170 18", "aria-hidden": "true" });
     drawing.append(svg("line", { x1: 85, x2: 85, y1: -4, y2: 22, stroke: "var(--muted)", "stroke-width": 1, "stroke-dasharray": "2 2" }));
-    if (low !== null) drawing.append(svg("line", { x1: x(low), x2: x(high), y1: 9, y2: 9, stroke: colour, "stroke-width": 1.5 }));
-    drawing.append(svg("circle", { cx: x(difference), cy: 9, r: 3.5, fill: colour }));
+    if (one.difference_low !== null)
+      drawing.append(svg("line", { x1: x(one.difference_low), x2: x(one.difference_high), y1: 9, y2: 9, stroke: colour, "stroke-width": 1.5 }));
+    drawing.append(svg("circle", { cx: x(one.difference), cy: 9, r: 3.5, fill: colour }));
     return drawing;
   }
 
-  function differences() {
-    const metric = byId("metric").value;
-    const cells = data.groups.map((group) => group.cells[metric]);
-    const ends = cells.flatMap((one) => (one.difference === null ? [] : [one.difference, one.difference_low ?? 0, one.difference_high ?? 0]));
+  // How far the drawings reach to both sides, in `place`, and how their head says so.
+  function reachOf(cells, metric) {
+    const compared = cells.filter((one) => one.difference !== null);
+    const ends = compared.flatMap((one) => [one.difference, one.difference_low, one.difference_high].filter((end) => end !== null).map((end) => Math.abs(place(one, end))));
+    const middles = compared.map((one) => Math.abs(place(one, one.difference)));
     // An interval of two seeds can be many times as wide as any accuracy; the drawing is cut there, the numbers are not.
-    const widest = Math.max(1e-9, Math.min(Math.max(...ends.map(Math.abs), 0), metric.endsWith("accuracy") ? 1 : Infinity));
+    const cut = metric.measure === "accuracy" ? 1 : metric.ratio ? Math.max(3 * Math.max(0, ...middles), Math.log(1.1)) : Infinity;
+    const widest = Math.max(1e-9, Math.min(Math.max(0, ...ends), cut));
+    const better = metric.better === "lower" ? ", left is better" : "";
+    if (metric.ratio) {
+      const most = [1.1, 1.2, 1.5, 2, 3, 5].find((end) => Math.log(end) >= widest) ?? Number(Math.exp(widest).toPrecision(1)) + 10 ** Math.floor(widest / Math.LN10);
+      return [Math.log(most), `÷${quantity(most)} to ×${quantity(most)}${better}`];
+    }
     const step = 10 ** Math.floor(Math.log10(widest));
     const reach = Math.ceil(widest / step) * step;
-    const heads = ["group", "n", "mean", "least to greatest", "pairs", "difference", `−${quantity(reach)} to +${quantity(reach)}`, "p", { text: "verdict", words: "words" }];
+    return [reach, `−${quantity(reach)} to +${quantity(reach)}${better}`];
+  }
+
+  function differences() {
+    const metric = data.metrics.find((one) => one.name === byId("metric").value);
+    const cells = data.groups.map((group) => group.cells[metric.name]);
+    const [reach, span] = reachOf(cells, metric);
+    const heads = ["group", "n", "mean", "least to greatest", "pairs", metric.ratio ? "ratio" : "difference", span, "p", { text: "verdict", words: "words" }];
     const rows = data.groups.map((group, i) => {
       const one = cells[i];
+      const { number, difference, half } = writing(one);
       const compared = one.difference !== null;
-      return el("tr", {}, groupHead(i), cell(one.n), cell(real(one.mean), ...half(one.mean, one.high)), cell(one.min === null ? NOTHING : `${real(one.min)} to ${real(one.max)}`),
-        cell(compared ? one.pairs : NOTHING), cell(compared ? signed(one.difference) : NOTHING, ...half(one.difference, one.difference_high)),
+      return el("tr", {}, groupHead(i), cell(one.n), cell(number(one.mean), ...half(one.mean, one.high)), cell(one.min === null ? NOTHING : `${number(one.min)} to ${number(one.max)}`),
+        cell(compared ? one.pairs : NOTHING), cell(compared ? difference(one.difference) : NOTHING, ...half(one.difference, one.difference_high)),
         cell(compared ? forest(one, reach, styled[i].colour) : ""), cell(one.told ? `${Number(one.p.toPrecision(2))}${one.p < data.level ? "*" : ""}` : NOTHING), el("td", { class: "words quiet" }, one.verdict));
     });
-    table("differences-table", `Compared with ${data.baseline}`, heads, rows);
+    table("differences-table", `Compared with ${data.baseline}${metric.better === "lower" ? "; lower is better" : ""}`, heads, rows);
   }
 
   function costs() {
@@ -116,7 +155,7 @@
   }
 
   function runs() {
-    const marks = { finished: "●", running: "◐", planned: "○", failed: "✕", diverged: "↗", interrupted: "◌" };
+    const marks = { finished: "●", running: "◐", planned: "○", failed: "✕", diverged: "↗", interrupted: "◌", "below the gate": "▽" };
     const heads = ["run", { text: "group", words: "words narrow" }, "seed", { text: "status", words: "words narrow" }, "steps", "seconds", { text: "stopped", words: "words narrow" }, { text: "settings that differ", words: "words" }, { text: "reason", words: "words" }];
     const rows = data.runs.map((run) =>
       el("tr", {}, el("th", { scope: "row" }, el("code", {}, run.run_id)),
@@ -125,6 +164,35 @@
         cell(whole(run.steps)), cell(run.seconds === null ? NOTHING : quantity(run.seconds)), el("td", { class: "words narrow" }, run.stopped ?? NOTHING),
         el("td", { class: "words quiet" }, run.differs), el("td", { class: "words quiet" }, run.reason)));
     table("runs-table", `${plural(data.runs.length, "run")}: ${[`${data.finished} finished`, counts(data.left_out)].filter(Boolean).join(", ")}`, heads, rows);
+  }
+
+  // Tables, not drawings: every number can be read, by eye or ear.
+  function grid() {
+    const hotFrom = matchMedia("(prefers-color-scheme: dark)").matches ? 0.52 : 0.65;
+    const panels = data.grid.groups.flatMap((panel, i) => (shown[i] ? [[panel, i]] : [])).map(([{ trained, cells }, i]) => {
+      // Behind this column sequences are longer than in training.
+      const last = data.grid.lengths.findLastIndex((length) => length <= trained.at(-1));
+      const mark = (j) => (j === last ? "last" : "");
+      const heads = data.grid.lengths.map((length, j) => el("th", { scope: "col", class: mark(j), ...(j === last ? { title: "trained length" } : {}) }, length));
+      const rows = cells.map((row, k) => el("tr", {}, el("th", { scope: "row" }, data.grid.bins[k]), ...row.map((one, j) => {
+        const shade = one ? { style: `background: color-mix(in srgb, var(--heat) ${Math.round(100 * one.mean)}%, var(--paper))` } : {};
+        return el("td", { class: `${mark(j)} ${one && one.mean > hotFrom ? "hot" : ""}`, ...shade }, one ? one.mean.toFixed(2) : NOTHING);
+      })));
+      return el("table", { "data-group": i }, el("caption", {}, swatch(i), data.groups[i].label), el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "depth"), ...heads)), el("tbody", {}, ...rows));
+    });
+    const column = Math.max(2, 0.5 * String(data.grid.lengths.at(-1)).length);
+    byId("grid").style.setProperty("--panel", `${2.9 + column * data.grid.lengths.length}rem`);
+    byId("grid").replaceChildren(...panels);
+  }
+
+  function factorTable() {
+    const { lines } = data.spectra;
+    const count = Math.max(0, ...lines.map((line) => line.factors.length));
+    const unscaled = lines.some((line) => line.unscaled);
+    const heads = ["scheme", "at length", "cos, sin ×", ...(unscaled ? ["unscaled tokens"] : []), ...Array.from({ length: count }, (_, i) => i)];
+    const rows = lines.map((line) => el("tr", {}, el("th", { scope: "row" }, line.label), cell(whole(line.tested)), cell(real(line.temperature)), ...(unscaled ? [cell(line.unscaled)] : []),
+      ...Array.from({ length: count }, (_, i) => cell(i in line.factors ? line.factors[i]?.toFixed(2) ?? "∞" : ""))));
+    table("factors-table", "How many times slower than under rope each pair turns; ∞: not at all", heads, rows);
   }
 
   function notApplicable() {
@@ -139,7 +207,16 @@
       box.addEventListener("change", () => { shown[i] = box.checked; drawCharts(); });
       return el("label", {}, box, swatch(i), group.label);
     });
-    byId("legend").replaceChildren(el("legend", {}, "Groups drawn"), ...labels);
+    const choose = (text, on) => {
+      const button = el("button", { type: "button" }, text);
+      button.addEventListener("click", () => {
+        shown.fill(on);
+        for (const box of byId("legend").querySelectorAll("input")) box.checked = on;
+        drawCharts();
+      });
+      return button;
+    };
+    byId("legend").replaceChildren(el("legend", {}, "Groups drawn: ", choose("all", true), choose("none", false)), ...labels);
   }
 
   function options(id, values, chosen) {
@@ -153,8 +230,16 @@
     options("slice-set", data.slices.filter((one) => one.name === name).map((one) => [`${one.axis} ${one.length}`, `${one.axis} ${one.length}`]), byId("slice-set").value);
   }
 
+  function axes() {
+    const found = distinct(data.charted.filter((metric) => metric.measure === byId("measure").value).map((metric) => metric.axis));
+    options("axis", found.map((axis) => [axis, axis]), byId("axis").value);
+  }
+
   const drawings = {
-    "length-figure": () => charts.length(data, styled, shown, byId("axis").value),
+    "length-figure": () => charts.length(data, styled, shown, byId("measure").value, byId("axis").value),
+    "grid-figure": grid,
+    "wavelength-figure": () => charts.wavelengths(data, styled, shown),
+    "factor-figure": () => charts.factors(data, styled, shown),
     "curve-figure": () => charts.curve(data, styled, shown, byId("curve").value, byId("x").value),
     "slice-figure": () => charts.slice(data, styled, shown, byId("slice").value, byId("slice-set").value),
   };
@@ -164,6 +249,7 @@
   function draw() {
     styled = charts.styles(data.groups, data.by);
     results(); costs(); runs(); notApplicable(); legend();
+    if (data.spectra) factorTable();
     if (data.metrics.length) differences();
     drawCharts();
   }
@@ -178,20 +264,30 @@
   byId("csv").textContent = data.csv;
   byId("latex").textContent = data.latex;
 
-  const axes = distinct(data.metrics.filter((metric) => metric.measure === "accuracy").map((metric) => metric.axis));
+  const measures = distinct(data.charted.map((metric) => metric.measure));
   const names = distinct(data.curves.map((one) => one.name));
   options("metric", data.metrics.map((metric) => [metric.name, metric.title]), data.metrics[0]?.name);
-  options("axis", axes.map((axis) => [axis, axis]));
+  options("measure", measures.map((measure) => [measure, measure]), data.metrics[0]?.measure);
+  axes();
   options("curve", names.map((name) => [name, name]), names.find((name) => name === "validation/accuracy"));
   options("slice", distinct(data.slices.map((one) => one.name)).map((name) => [name, name.replaceAll("_", " ")]));
   sliceSets();
   byId("differences").hidden = !data.metrics.length;
-  byId("length-figure").hidden = !axes.length;
+  const pairs = data.spectra?.lines.length;
+  const leftOut = data.spectra?.left_out ?? [];
+  byId("length-figure").hidden = !measures.length;
+  byId("grid-figure").hidden = !data.grid;
+  byId("wavelength-figure").hidden = byId("factor-figure").hidden = !pairs;
+  byId("factors").hidden = !data.spectra;
+  byId("factors").querySelector("details").hidden = !pairs;
+  byId("spectra-left-out").hidden = !leftOut.length;
+  byId("spectra-left-out").textContent = leftOut.map((one) => `Frequencies of ${one.label} are not shown: ${one.reason}.`).join(" ");
   byId("curve-figure").hidden = !names.length;
   byId("slice-figure").hidden = !data.slices.length;
-  byId("charts").hidden = !axes.length && !names.length && !data.slices.length;
+  byId("charts").hidden = !measures.length && !names.length && !data.slices.length && !data.spectra;
 
   onChange("metric", differences);
+  onChange("measure", () => { axes(); drawings["length-figure"](); });
   onChange("axis", drawings["length-figure"]);
   onChange("curve", drawings["curve-figure"]);
   onChange("x", drawings["curve-figure"]);

@@ -17,7 +17,7 @@ def write_run(
     study: Path,
     *,
     variant: str | Mapping[str, Any] = "full",
-    position: str = "rope",
+    position: str | Mapping[str, Any] = "rope",
     seed: int = 0,
     status: str = "finished",
     reason: str = "",
@@ -25,19 +25,21 @@ def write_run(
     result: Mapping[str, Any] | None = None,
     log: list[dict[str, Any]] | None = None,
     evaluation: pyarrow.Table | None = None,
+    tests: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Path:
-    """One run's directory. `settings` are further sections of its config."""
+    """One run's directory. `settings` are further sections of its config; `tests` is the section that is named "evaluation" there."""
     config = {
         "study": study.name,
         "seed": seed,
         "runs_dir": str(study.parent),
         "variant": {"name": variant} if isinstance(variant, str) else dict(variant),
-        "position": {"name": position},
+        "position": {"name": position} if isinstance(position, str) else dict(position),
         "task": {"name": "mqar", "length": 32, "data_seed": 0},
         "model": {"dim": 64, "layers": 2, "heads": 2},
         "optimizer": {"lr": 0.003},
         "trainer": {"steps": 1000, "batch_size": 64},
+        **({"evaluation": dict(tests)} if tests is not None else {}),
         **settings,
     }
     directory = study / run_id(config)
@@ -55,4 +57,4 @@ def write_run(
 
 
 def _write(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, allow_nan=False))
+    path.write_text(json.dumps(value, allow_nan=False, sort_keys=True))
