@@ -82,11 +82,18 @@ def _check_unset(config: Mapping[str, Any]) -> None:
 
 
 def _check_start(config: Mapping[str, Any]) -> None:
-    """Settings that mean something only where another run is started from."""
-    afresh, search = config["start"] is None, config["search"]
+    """Settings that mean something only where another run is started from. Raises NotApplicable for a scheme that cannot be trained."""
+    afresh, search, position = config["start"] is None, config["search"], config["position"]["name"]
+    if config["trainer"]["steps"] and "relate" in registry.positions.get(position).hooks:
+        from variants.contract import NotApplicable
+
+        raise NotApplicable(
+            f"position {position} maps the distances of a model that was trained with rope, and is for its evaluation alone: "
+            "trainer.steps=0, and start= that model's run"
+        )
     if not config["trainer"]["steps"] and afresh:
         raise UserError("trainer.steps=0 trains nothing; a run that is only tested needs start=, the run whose weights it takes")
-    if search["evaluations"] and (config["position"]["name"] != "longrope" or afresh):
+    if search["evaluations"] and (position != "longrope" or afresh):
         raise UserError("search.evaluations asks for LongRoPE's factors; it needs position=longrope, and start=, a trained rotary run")
     if search["evaluations"] and (not search["unscaled"] or min(search["unscaled"]) < 0):
         raise UserError(f"search.unscaled must be numbers of tokens, [0] for none; got {search['unscaled']}")

@@ -30,7 +30,12 @@ class Score:
     @property
     def perplexity(self) -> float:
         """exp(loss): how many answers, equally likely, would leave as much doubt."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+        return perplexity(self.loss)
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), infinite where that is too large for a number."""
+    return math.exp(loss) if loss < 700 else math.inf
 
 
 @torch.no_grad()

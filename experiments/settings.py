@@ -101,7 +101,7 @@ class Search:
     population: int = 32
     mutations: int = 12
     crossovers: int = 12
-    parents: int = 16
+    parents: int = 8
     seed: int = 0
 
 

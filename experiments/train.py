@@ -30,6 +30,7 @@ from experiments.runs.files import write_whole
 from experiments.runs.write import RunWriter
 from experiments.tasks.contract import Task
 from registry import UserError
+from variants.contract import NotApplicable
 from variants.ops.precision import flushed_denormals
 
 PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed"}
@@ -60,7 +61,10 @@ def run_job(config: dict[str, Any], on_progress: Progress = lambda step, total, 
 
 def prepare(config: Mapping[str, Any]) -> tuple[Task, Decoder]:
     """The task, and the model as the run begins with it. Raises UserError for what cannot be built, trained or tested."""
-    task, tests = checked_task(config)
+    try:
+        task, tests = checked_task(config)
+    except NotApplicable as reason:
+        raise UserError(str(reason)) from None
     if config["trainer"]["device"] == "cuda" and not torch.cuda.is_available():
         raise UserError("trainer.device=cuda, but torch sees no GPU here; use trainer.device=cpu")
     model = initialised(config, task)

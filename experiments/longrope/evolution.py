@@ -150,7 +150,7 @@ def _children(
 def _unseen(space: Space, draw: Callable[[], Genome], seen: set[Genome]) -> Genome | None:
     """What `draw` gives that is not in `seen`, else any such member; None where there is none."""
     drawn = (draw() for _ in range(TRIES))
-    # Where children so often are old ones, few members are left to find, and no more than those seen come before the first of them.
+    # Of all members in a row, hardly more than were seen come before the first that was not.
     return next((child for child in itertools.chain(drawn, space.members()) if child not in seen), None)
 
 

@@ -21,6 +21,10 @@ SMALL = [
     *("model.dim=16", "model.layers=1", "task.length=32", "task.pairs=2", "trainer.steps=2", "trainer.batch_size=2"),
     *("trainer.validation_sequences=2", "evaluation.sequences=2", "evaluation.multiples=[1]"),
 ]
+EXTENSION = [
+    *("seed=0", "position=rope,pi", "trainer.steps=0", "parent=['position=rope','trainer.steps=2']", "trainer.batch_size=2"),
+    *("trainer.validation_sequences=2", "evaluation.sequences=2"),
+]
 #: Commands that each have a test of their own.
 ELSEWHERE = ("make ", "source ", "pip ", "attnlab bench")
 
@@ -48,8 +52,10 @@ def run(command: str, cwd: Path) -> str:
     """A documented command; what trains is made small by further overrides."""
     program, *words = shlex.split(command)
     assert program == "attnlab", command
-    if words[0] in ("train", "sweep") and "--dry-run" not in words:
-        words += SMALL
+    if "experiment=context_extension" in words:
+        words += EXTENSION
+    elif words[0] in ("train", "sweep") and "--dry-run" not in words:
+        words += [word for word in SMALL if not word.startswith("task.pairs") or "task=passkey" not in words]
         if "experiment=quickstart" in words:
             words += ["seed=0"]
     if words[0] == "check":

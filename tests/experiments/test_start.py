@@ -135,6 +135,19 @@ def test_a_plan_holds_each_parent_once_and_first():
         assert "parent" not in job.config and "compare" not in job.config
 
 
+def test_a_map_of_distances_is_evaluated_and_never_trained(trained):
+    plan = expand([*TINY, PARENT, "trainer.steps=0,3", "position=rerope,pi", "seed=0"])
+    ((overrides, reason),) = plan.dropped
+    assert {*overrides} == {"trainer.steps=3", "position=rerope"} and "for its evaluation alone" in reason
+    children = {(job.config["position"]["name"], job.config["trainer"]["steps"]) for job in plan.jobs[1:]}
+    assert children == {("rerope", 0), ("pi", 0), ("pi", 3)}
+    words, parent = trained
+    with pytest.raises(UserError, match="trained with rope"):
+        prepare(single([*words, "position=self_extend"]).config)
+    exact = single([*words, f"start='{parent.run_id}'", "trainer.steps=0", "position=dual_chunk", "position.trained_length=64"])
+    assert run_job(exact.config)["metrics"]["test/length/16/loss"] == pytest.approx(result_of(parent)["metrics"]["test/length/16/loss"])
+
+
 def test_a_parent_may_have_a_parent():
     line = expand([*TINY, "trainer.steps=0", "parent=['trainer.steps=3',\"parent=['trainer.steps=9']\"]"]).jobs
     assert [job.config["trainer"]["steps"] for job in line] == [9, 3, 0]

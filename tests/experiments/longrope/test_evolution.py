@@ -163,6 +163,20 @@ def test_crossings_join_runs_of_two_parents():
     assert {genome.factors for genome in score.genomes[2:]} == {(1.0,) * ones + (5.0,) * (8 - ones) for ones in range(1, 8)}
 
 
+def test_where_runs_do_not_join_the_larger_factors_win_in_some_children_and_the_smaller_in_others():
+    one, other = SPACE.genome((1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 5.0, 5.0)), SPACE.genome((3.0,) * 8)
+    score = Recorded()
+    run(score=score, seeds=[one, other], population=2, parents=2, mutations=0, crossovers=34, evaluations=36)
+    found = {genome.factors for genome in score.genomes}
+    assert (2.0,) * 4 + (3.0,) * 4 in found, "threes before twos give way"
+    assert (3.0,) * 4 + (4.0,) * 4 in found, "threes behind fours give way"
+
+
+def test_one_parent_has_children_too():
+    found = run(seeds=[SPACE.genome(NTK)], population=1, parents=1, mutations=0, crossovers=6, evaluations=13)
+    assert found.evaluations == 13
+
+
 class Stop(Exception):
     pass
 
