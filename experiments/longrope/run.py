@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.callbacks import Progress
+from experiments.evaluate import perplexity
 from experiments.longrope.evolution import Settings, search
 from experiments.longrope.fitness import Fitness, rope_of, seeds
 from experiments.longrope.space import Genome, Space, critical_pairs
@@ -46,20 +47,18 @@ def find_factors(
     numbers = ("evaluations", "population", "mutations", "crossovers", "parents", "seed")
 
     def tell(done: int, total: int, best: float, genome: Genome) -> None:
-        on_progress(done, total, f"search: best perplexity {math.exp(best):.3f}")
+        on_progress(done, total, f"search: best perplexity {perplexity(best):.3f}")
 
+    subject = {name: config[name] for name in ("start", "task")}
+    subject |= {"trained_length": trained_length, "attention_factor": position["attention_factor"]}
+    subject |= {name: chosen[name] for name in ("objective", "sequences")}
     found = search(
         space,
         list(first.values()),
         score,
         settings=Settings(**{name: chosen[name] for name in numbers}),
         state=state,
-        subject={
-            "start": config["start"],
-            "task": dict(config["task"]),
-            "objective": chosen["objective"],
-            "sequences": chosen["sequences"],
-        },
+        subject=subject,
         on_generation=tell,
     )
     judged = zip([*first, "found"], held_out([*first.values(), found.best]), strict=True)
@@ -68,9 +67,9 @@ def find_factors(
         "length": length,
         "evaluations": found.evaluations,
         "exhausted": found.exhausted,
-        "perplexity": math.exp(found.score),
-        "seeds": {name: math.exp(value) for name, value in zip(first, found.seeds, strict=True)},
-        "held_out": {name: math.exp(value) for name, value in judged},
-        "history": [math.exp(value) for value in found.history],
+        "perplexity": perplexity(found.score),
+        "seeds": {name: perplexity(value) for name, value in zip(first, found.seeds, strict=True)},
+        "held_out": {name: perplexity(value) for name, value in judged},
+        "history": [perplexity(value) for value in found.history],
     }
     return {**position, "long_factors": list(found.best.factors), "unscaled": found.best.unscaled}, told
