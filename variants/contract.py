@@ -53,7 +53,7 @@ class Mixer(nn.Module):
         causal: outputs depend on the past alone; False gives the bidirectional form, where there is one.
     """
 
-    #: Position hooks that the variant can apply, out of "rotate" and "bias". ("embed" is applied to x itself and always works.)
+    #: Position hooks that the variant can apply, out of "rotate", "relate" and "bias". ("embed" is applied to x itself and always works.)
     hooks: ClassVar[tuple[str, ...]] = ()
     #: Why it cannot apply one of the others: hook -> reason.
     refused: ClassVar[Mapping[str, str]] = {}
@@ -91,7 +91,12 @@ class Mixer(nn.Module):
                 f"position {type(scheme).__name__} needs the hook {missing[0]!r}, which {name} does not have{reason}; "
                 "choose another position"
             )
-        if scheme is not None and "rotate" in scheme.hooks and scheme.head_dim != head_dim:
+        if scheme is not None and "relate" in scheme.hooks and not self.causal:
+            raise NotApplicable(
+                f"position {type(scheme).__name__} maps distances to keys that came before their query, and says nothing of later ones: "
+                f"{name} with causal=False cannot take it; choose another position"
+            )
+        if scheme is not None and {"rotate", "relate"} & set(scheme.hooks) and scheme.head_dim != head_dim:
             raise ValueError(f"{name}: its position turns {head_dim} channels; {type(scheme).__name__} has head_dim={scheme.head_dim}")
         return scheme
 

@@ -22,7 +22,9 @@ SIZES = {"dim": 16, "heads": 4}
 #: Stands for every block size in a fast check.
 FAST_BLOCK = 8
 #: Where several position schemes use the same hooks, one of them is tried: these if they can.
-PREFERRED_SCHEMES = ("alibi", "learned", "rope")
+PREFERRED_SCHEMES = ("alibi", "learned", "rope", "self_extend")
+#: Of those that do something else for far keys, options that bring far keys into a few tokens' reach.
+NEAR_ENOUGH: dict[str, dict[str, Any]] = {"self_extend": {"group": 3, "window": 5}}
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,9 @@ def left_out(name: str, *, options: Mapping[str, Any] | None = None, fast: bool 
             phrases.append(f"impl={impl}: {reason}")
     phrases += [f"{form.label}: {reason}" for form in forms if (reason := _refusal(form))]
     if "position" not in given.arguments:
-        phrases += _untried_schemes(set(variants.get(name).hooks), {form.arguments.get("position") for form in forms})
+        tried = [form.arguments.get("position") for form in forms]
+        names = {scheme["name"] if isinstance(scheme, Mapping) else scheme for scheme in tried}
+        phrases += _untried_schemes(set(variants.get(name).hooks), names)
     large = [str(size) for size in given.block_sizes if size > LARGEST_BLOCK]
     phrases += [f"lengths beyond a block of {', '.join(large)}: above {LARGEST_BLOCK} they take too long"] if large else []
     return [
@@ -126,7 +130,8 @@ def _forms(name: str, options: Mapping[str, Any], *, fast: bool) -> tuple[Subjec
     choices: list[dict[str, Any]] = []
     if "position" not in options:
         # The contract adds embeddings before the variant is called, so that a fast check leaves them out.
-        choices += [{"position": scheme} for scheme in _schemes(set(cls.hooks)) if not fast or positions.get(scheme).hooks != ("embed",)]
+        schemes = [scheme for scheme in _schemes(set(cls.hooks)) if not fast or positions.get(scheme).hooks != ("embed",)]
+        choices += [{"position": {"name": name, **NEAR_ENOUGH[name]} if name in NEAR_ENOUGH else name} for name in schemes]
     convolved: dict[str, Any] = {"short_conv": 3} if given.takes("short_conv") and "short_conv" not in options else {}
     choices += [convolved] if convolved else []
     if cls.bidirectional and "causal" not in options:
@@ -160,7 +165,12 @@ def _of_all(labels: Sequence[str], known: Sequence[str]) -> str:
 
 
 def _in_words(arguments: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}={value}" for key, value in arguments.items())
+    """Names and values, a scheme's options behind its name."""
+    words = []
+    for key, value in arguments.items():
+        inner = dict(value) if isinstance(value, Mapping) else {}
+        words += [f"{key}={inner.pop('name', value)}", *(f"{key}.{option}={chosen}" for option, chosen in inner.items())]
+    return ", ".join(words)
 
 
 def _schemes(hooks: set[str]) -> list[str]:

@@ -62,20 +62,26 @@ class Sight:
     """causal: nothing that follows. window: nothing `window` or more tokens away, but for the first `sinks` of the query's segment.
 
     kept: leading slots that hold sinks of an earlier call. before, after: tokens of its own segment around each query (default: all slots
-    are one segment).
+    are one segment). beyond: nothing that many tokens back or nearer, for where those are attended to by themselves.
     """
 
     causal: bool = True
     window: int | None = None
     sinks: int = 0
     kept: int = 0
-    before: Int[Tensor, "rows q_time"] | None = None
-    after: Int[Tensor, "rows q_time"] | None = None
+    before: Int[Tensor, "#rows q_time"] | None = None
+    after: Int[Tensor, "#rows q_time"] | None = None
+    beyond: Int[Tensor, "#rows q_time"] | None = None
 
     @property
     def plain(self) -> bool:
         """Whether the shape alone says what is seen: all slots, or all that do not follow."""
-        return self.window is None and self.before is None and self.after is None and not self.kept
+        return self.window is None and self.rows == 0 and not self.kept
+
+    @property
+    def rows(self) -> int:
+        """How many rows are told what they see, 1 if that is the same for all; 0 where no row is told anything."""
+        return max((len(x) for x in (self.before, self.after, self.beyond) if x is not None), default=0)
 
     def within(self, q_time: int, k_time: int) -> Sight:
         """The same without a window that is too wide to hide anything."""
@@ -85,12 +91,14 @@ class Sight:
     def mask(self, q_time: int, k_time: int, device: torch.device) -> Bool[Tensor, "rows 1 q_time k_time"]:
         """True where the query sees the slot; one row for all where nothing differs between rows."""
         query, slot = torch.arange(q_time, device=device)[:, None], torch.arange(k_time, device=device)
-        before, after = (None if x is None else x.unsqueeze(-1) for x in self.extents(q_time, k_time, device))
+        before, after, beyond = (None if x is None else x.unsqueeze(-1) for x in self.extents(q_time, k_time, device))
         assert before is not None
-        return self.sees(query, slot, before, after, q_time, k_time).unsqueeze(1)
+        return self.sees(query, slot, before, after, beyond, q_time, k_time).unsqueeze(1)
 
-    def sees(self, query: Tensor, slot: Tensor, before: Tensor, after: Tensor | None, q_time: int, k_time: int) -> Bool[Tensor, "*shape"]:
-        """The rule, for numbered queries and slots of any shapes that go together. before, after: those of the queries."""
+    def sees(
+        self, query: Tensor, slot: Tensor, before: Tensor, after: Tensor | None, beyond: Tensor | None, q_time: int, k_time: int
+    ) -> Bool[Tensor, "*shape"]:
+        """The rule, for numbered queries and slots of any shapes that go together. before, after, beyond: those of the queries."""
         distance = query + k_time - q_time - slot
         seen = distance <= before
         if self.causal:
@@ -104,15 +112,17 @@ class Sight:
             # Kept sink p lies before - p tokens behind the query; where that is among the recent slots, it is not seen twice.
             far = before - slot > query + k_time - self.kept - q_time
             seen = torch.where(slot < self.kept, far, seen)
-        return seen
+            distance = torch.where(slot < self.kept, before - slot, distance)
+        return seen if beyond is None else seen & (distance > beyond)
 
     def extents(
         self, q_time: int, k_time: int, device: torch.device
-    ) -> tuple[Int[Tensor, "rows q_time"], Int[Tensor, "rows q_time"] | None]:
-        """`before` and `after` as given, or those of queries whose segment is all of the slots; `after` is None where nothing ends it."""
-        if self.before is not None:
-            return self.before, self.after
-        return (torch.arange(q_time, device=device) + k_time - self.kept - q_time).unsqueeze(0), self.after
+    ) -> tuple[Int[Tensor, "#rows q_time"], Int[Tensor, "#rows q_time"] | None, Int[Tensor, "#rows q_time"] | None]:
+        """`before`, `after` and `beyond` as given; without `before`, that of queries whose segment is all of the slots."""
+        before = self.before
+        if before is None:
+            before = (torch.arange(q_time, device=device) + k_time - self.kept - q_time).unsqueeze(0)
+        return before, self.after, self.beyond
 
 
 #: What attention is told where nothing else is said.

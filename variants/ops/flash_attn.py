@@ -28,7 +28,7 @@ def attention(
     """The same as `reference.attention`."""
     sight = sight.within(q.shape[2], k.shape[2])
     half = q.dtype in (torch.float16, torch.bfloat16)
-    simple = sight.before is None and not sight.sinks and not sight.kept and bias is None and fade is None and sink is None
+    simple = sight.rows == 0 and not sight.sinks and not sight.kept and bias is None and fade is None and sink is None
     if not (half and simple and q.shape[-1] == v.shape[-1] <= 256):
         return fused.attention(q, k, v, sight=sight, bias=bias, fade=fade, sink=sink, scale=scale, dropout=dropout)
     from flash_attn import flash_attn_func

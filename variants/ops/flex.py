@@ -71,12 +71,13 @@ def _blocks(sight: Sight, q: Tensor, k_time: int) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
     time = q.shape[2]
-    before, after = (None if x is None else x.expand(len(q), -1).contiguous() for x in sight.extents(time, k_time, q.device))
+    extents = sight.extents(time, k_time, q.device)
+    before, after, beyond = (None if x is None else x.expand(len(q), -1).contiguous() for x in extents)
     assert before is not None
 
     return create_block_mask(
         lambda row, head, query, slot: sight.sees(
-            query, slot, before[row, query], None if after is None else after[row, query], time, k_time
+            query, slot, before[row, query], _at(after, row, query), _at(beyond, row, query), time, k_time
         ),
         len(q),
         None,
@@ -84,6 +85,11 @@ def _blocks(sight: Sight, q: Tensor, k_time: int) -> Any:
         k_time,
         device=q.device,
     )
+
+
+def _at(extent: Tensor | None, row: Tensor, query: Tensor) -> Tensor | None:
+    """The extent of one query, where there is one."""
+    return None if extent is None else extent[row, query]
 
 
 @functools.cache

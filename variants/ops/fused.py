@@ -48,8 +48,7 @@ def attention(
         return _one(q, k, v, sight, bias, fade, sink, scale, dropout)
     plain = sight.plain and bias is None and (not sight.causal or q_time == k_time)
     narrow = sight.window is not None and k_time > WIDTHS * sight.window + sight.kept
-    rows = 1 if sight.before is None else len(sight.before)
-    written = (rows if bias is None else q.shape[0] * q.shape[1]) * q_time * k_time
+    written = (max(sight.rows, 1) if bias is None else q.shape[0] * q.shape[1]) * q_time * k_time
     trained = bias is not None and any(p.requires_grad for p in bias.parameters) and torch.is_grad_enabled()
     if dropout or trained or (not plain and (narrow or written > MASK)):
         other = flex.attention if q.is_cuda else softmax.attention

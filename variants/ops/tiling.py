@@ -75,9 +75,12 @@ class Tiling:
     groups: tuple[Group, ...]
     before: Tensor
     after: Tensor | None
-    #: For each tile, the lowest and the highest slot at which a segment of its queries begins, and at which one ends.
+    beyond: Tensor | None
+    #: For each tile, the lowest and the highest slot at which a segment of its queries begins, at which one ends, and from which on slots
+    #: are too near to one of them.
     begins: tuple[Sequence[int], Sequence[int]] | None
     ends: tuple[Sequence[int], Sequence[int]] | None
+    nears: tuple[Sequence[int], Sequence[int]] | None
     #: Masks that are the same for all rows, by what they depend on.
     masks: dict[tuple[int | None, int, int, torch.dtype], Mask] = field(default_factory=dict)
 
@@ -112,11 +115,10 @@ class Tiling:
         if self.sight.sinks and group.slices:
             yield _Sinks(self, group, rows)
 
-    def extents(self, rows: slice, tiles: slice) -> tuple[Tensor, Tensor | None]:
-        """`before` and `after` of these rows and tiles: (rows, tiles, tile), one row where all are alike."""
-        before = self.before if len(self.before) == 1 else self.before[rows]
-        after = self.after if self.after is None or len(self.after) == 1 else self.after[rows]
-        return before[:, tiles], None if after is None else after[:, tiles]
+    def extents(self, rows: slice, tiles: slice) -> tuple[Tensor | None, ...]:
+        """`before`, `after` and `beyond` of these rows and tiles: (rows, tiles, tile), one row where all are alike."""
+        told = (self.before, self.after, self.beyond)
+        return tuple(None if x is None else (x if len(x) == 1 else x[rows])[:, tiles] for x in told)
 
 
 def tiling(sight: Sight, q_time: int, k_time: int, shared: int, device: torch.device) -> Tiling:
@@ -126,14 +128,14 @@ def tiling(sight: Sight, q_time: int, k_time: int, shared: int, device: torch.de
     wanted = q_time // 8 if sight.window is None else window_tile(sight.window)
     tile = min(q_time, _power_of_two(min(max(wanted, FEWEST), max(QUERIES // shared, FEWEST))))
     count = -(-q_time // tile)
-    before, after = sight.extents(q_time, k_time, device)
     last = torch.arange(count * tile, device=device).clamp(max=q_time - 1)
-    before = before[:, last].view(-1, count, tile)
-    after = None if after is None else after[:, last].view(-1, count, tile)
-    begins = ends = None
-    if sight.before is not None:
-        slots = last.view(count, tile) + offset
-        begins, ends = _extremes(slots - before), None if after is None else _extremes(slots + after)
+    told = sight.extents(q_time, k_time, device)
+    before, after, beyond = (None if x is None else x[:, last].view(-1, count, tile) for x in told)
+    assert before is not None
+    slots = last.view(count, tile) + offset
+    begins = None if sight.before is None else _extremes(slots - before)
+    ends = None if after is None else _extremes(slots + after)
+    nears = None if beyond is None else _extremes(slots - beyond)
 
     back, ahead = recent, 0 if sight.causal else recent + q_time
     if sight.window is not None:
@@ -155,8 +157,10 @@ def tiling(sight: Sight, q_time: int, k_time: int, shared: int, device: torch.de
         if end == start + 1:
             low = max(low, 0 if begins is None else max(0, begins[0][start]))
             high = min(high, recent if ends is None else min(recent, ends[1][start] + 1))
+            if nears is not None and not sight.sinks:  # which may be far enough where no slot of the window is
+                high = min(high, nears[1][start])
         groups.append(Group(start, end, tuple((s, min(s + width, high)) for s in range(low, high, width))))
-    return Tiling(sight, q_time, recent, tile, width, count, tuple(groups), before, after, begins, ends)
+    return Tiling(sight, q_time, recent, tile, width, count, tuple(groups), before, after, beyond, begins, ends, nears)
 
 
 def window_tile(window: int) -> int:
@@ -213,19 +217,20 @@ class _Slice:
         tiling, first = self.tiling, self.group.first
         # Where neither segments nor sinks nor the ends are near, only the distance counts.
         ends = self.low < tiling.sight.sinks or self.high + (self._tiles - 1) * tiling.tile > tiling.recent
-        alike = tiling.sight.before is None and (tiling.sight.window is None or not ends)
+        alike = tiling.sight.rows == 0 and (tiling.sight.window is None or not ends)
         key = (None if alike else first, self.low - self._here, self.high - self.low, dtype)
         if key in tiling.masks:
             return tiling.masks[key]
         tiles = torch.arange(first, first + 1 if alike else self.group.last, device=tiling.before.device)[:, None]
         query = tiles * tiling.tile + torch.arange(tiling.tile, device=tiles.device)
         slot = self._start + (tiles - first) * tiling.tile + torch.arange(self.high - self.low, device=tiles.device)
-        before, after = (None if x is None else x.unsqueeze(-1) for x in tiling.extents(self.rows, slice(first, first + len(tiles))))
+        told = tiling.extents(self.rows, slice(first, first + len(tiles)))
+        before, after, beyond = (None if x is None else x.unsqueeze(-1) for x in told)
         assert before is not None
         k_time = tiling.recent + tiling.sight.kept
-        seen = tiling.sight.sees(query.unsqueeze(-1), slot.unsqueeze(-2), before, after, tiling.q_time, k_time)
+        seen = tiling.sight.sees(query.unsqueeze(-1), slot.unsqueeze(-2), before, after, beyond, tiling.q_time, k_time)
         found = _mask(seen & ((slot >= tiling.sight.kept) & (slot < k_time)).unsqueeze(-2), dtype)
-        if tiling.sight.before is None:
+        if tiling.sight.rows == 0:
             tiling.masks[key] = found
         return found
 
@@ -258,6 +263,8 @@ class _Slice:
                 return False
             if tiling.ends is not None and high - 1 > tiling.ends[0][tile]:
                 return False
+            if tiling.nears is not None and high > tiling.nears[0][tile]:
+                return False
         if sight.causal and self.high - 1 > here:
             return False
         if self.low < 0 or self.high + (self._tiles - 1) * tiling.tile > tiling.recent:
@@ -275,7 +282,8 @@ class _Sinks:
         first, last, slices = group
         kept, device = tiling.sight.kept, tiling.before.device
         tiles = torch.arange(first, last, device=device)[:, None]
-        before, _ = tiling.extents(rows, slice(first, last))
+        before, _, beyond = tiling.extents(rows, slice(first, last))
+        assert before is not None
         here = tiles * tiling.tile + tiling.offset
         origin = here - before[:, :, :1]  # rows tiles 1
         place = torch.arange(tiling.sight.sinks, device=device)
@@ -283,6 +291,8 @@ class _Sinks:
         own = here + torch.arange(tiling.tile, device=device) - before == origin
         lowest = (slices[0][0] + (tiles - first) * tiling.tile).clamp(min=0)
         self.seen = own.unsqueeze(-1) & (slot < lowest).unsqueeze(-2)
+        if beyond is not None:
+            self.seen = self.seen & (before.unsqueeze(-1) - place > beyond.unsqueeze(-1))
         #: Where they lie: among the recent slots, or, if the cache has let them go, in front of those.
         recent = kept + slot.clamp(max=tiling.recent - 1)
         self.slot = torch.where(slot < 0, place.clamp(max=max(kept - 1, 0)), recent)

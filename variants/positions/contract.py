@@ -1,7 +1,8 @@
-"""What a position scheme must satisfy: any of four hooks.
+"""What a position scheme must satisfy: any of five hooks.
 
     embed(x, positions)                           added to the embeddings, once: by the model, or by a lone mixer to its x
     rotate(q, k, q_positions, k_positions)        transforms queries and keys
+    relate(q, k, q_positions, k_positions)        the same for each of several ranges of keys, near to far, when products are made
     bias(q_positions, k_positions)                (heads, q, k) or (batch, heads, q, k), added to the logits
     logit_scale                                   a factor on the logits
 
@@ -11,7 +12,8 @@ between calls.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Iterator
+from typing import ClassVar, NamedTuple
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -24,10 +26,21 @@ class NotApplicable(ValueError):
     """A combination that has no meaning; the message says why."""
 
 
+class Part(NamedTuple):
+    """Queries and keys transformed for each other, where a key is at position `since` or later and belongs to no part before this one.
+
+    since: for each query; None: all that is left.
+    """
+
+    q: Float[Tensor, "batch heads q_time head_dim"]
+    k: Float[Tensor, "batch kv_heads k_time head_dim"]
+    since: Int[Tensor, "batch q_time"] | None
+
+
 class Scheme(nn.Module):
     """Base of every position scheme. `hooks` names what the subclass defines."""
 
-    #: Out of "embed", "rotate", "bias".
+    #: Out of "embed", "rotate", "relate", "bias".
     hooks: ClassVar[tuple[str, ...]] = ()
     #: Whether frequencies depend on the sequence's length. Keys are then cached un-rotated.
     length_dependent: ClassVar[bool] = False
@@ -53,6 +66,27 @@ class Scheme(nn.Module):
     ) -> tuple[Float[Tensor, "batch heads q_time head_dim"], Float[Tensor, "batch kv_heads k_time head_dim"]]:
         """Queries and keys, each turned by its own position."""
         raise NotImplementedError(f"{type(self).__name__} has no rotate hook")
+
+    def relate(
+        self,
+        q: Float[Tensor, "batch heads q_time head_dim"],
+        k: Float[Tensor, "batch kv_heads k_time head_dim"],
+        q_positions: Int[Tensor, "batch q_time"],
+        k_positions: Int[Tensor, "batch k_time"],
+    ) -> Iterator[Part]:
+        """Parts from the nearest keys to the farthest, so that each pair is in one of them; the last has since=None.
+
+        Keys come as they were made, and are kept so: how one is turned depends on the query.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no relate hook")
+
+    def sharpen(self, q_positions: Int[Tensor, "batch q_time"]) -> Float[Tensor, "batch q_time"] | None:
+        """A factor on all products of a query with its keys, for schemes that `relate`; None: 1."""
+        return None
+
+    def block_sizes(self) -> tuple[int, ...]:
+        """The distances or positions at which something else is done."""
+        return ()
 
     def bias(self, q_positions: Int[Tensor, "batch q_time"], k_positions: Int[Tensor, "batch k_time"]) -> Float[Tensor, ...]:
         """(heads, q, k), or (batch, heads, q, k) where rows differ; added to the scaled logits."""

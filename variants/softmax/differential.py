@@ -27,7 +27,9 @@ from variants.ops.attention import Bias
 from variants.softmax.layer import Softmax
 
 
-@variants.register("differential", time="T^2", state="T", hooks=("rotate", "bias"), implementations=("sdpa", "torch", "reference"))
+@variants.register(
+    "differential", time="T^2", state="T", hooks=("rotate", "relate", "bias"), implementations=("sdpa", "torch", "reference")
+)
 class Differential(Softmax):
     """Differential attention: heads work in pairs, and one head's weights are subtracted from the other's.
 
@@ -79,8 +81,8 @@ class Differential(Softmax):
         # Two calls, because one for all maps would need each pair's value twice: a copy of the whole cache at every step.
         maps = zip(*(x.unflatten(1, (-1, 2)).unbind(2) for x in (q, k)), strict=True)
         first, second = (
-            self.attention(*map_, v, bias=_of_map(bias, number), sink=None if sink is None else sink[number::2], **told)
-            for number, map_ in enumerate(maps)
+            self.attention(q, k, v, bias=_of_map(bias, number), sink=None if sink is None else sink[number::2], **told)
+            for number, (q, k) in enumerate(maps)
         )
         difference = (first - self.share() * second).to(self.norm.weight.dtype)
         y = (1 - self.lambda_init) * self.norm(difference)

@@ -17,7 +17,7 @@ from variants.softmax.layer import Softmax
 
 
 @variants.register(
-    "flash", time="T^2", state="T", hooks=("rotate", "bias"), implementations=("flash_attn", "sdpa", "flex", "torch", "reference")
+    "flash", time="T^2", state="T", hooks=("rotate", "relate", "bias"), implementations=("flash_attn", "sdpa", "flex", "torch", "reference")
 )
 class Flash(Softmax):
     """Flash attention: full or windowed attention in linear memory, by the fastest kernel that is right.

@@ -33,7 +33,7 @@ from variants.ops.precision import flushes_denormals, without_autocast
 from variants.softmax.layer import Softmax
 
 
-@variants.register("forgetting", time="T^2", state="T", hooks=("rotate", "bias"), implementations=("sdpa", "torch", "reference"))
+@variants.register("forgetting", time="T^2", state="T", hooks=("rotate", "relate", "bias"), implementations=("sdpa", "torch", "reference"))
 class Forgetting(Softmax):
     """Forgetting attention (FoX): a learned gate a head and token says how much of all that came before fades.
 

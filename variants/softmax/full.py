@@ -12,6 +12,6 @@ from registry import variants
 from variants.softmax.layer import Softmax
 
 
-@variants.register("full", time="T^2", state="T", hooks=("rotate", "bias"), implementations=("sdpa", "torch", "reference"))
+@variants.register("full", time="T^2", state="T", hooks=("rotate", "relate", "bias"), implementations=("sdpa", "torch", "reference"))
 class Full(Softmax):
     """Full softmax attention: every token before it is in sight of a query."""

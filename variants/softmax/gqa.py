@@ -14,7 +14,7 @@ from registry import variants
 from variants.softmax.layer import Softmax
 
 
-@variants.register("gqa", time="T^2", state="T", hooks=("rotate", "bias"), implementations=("sdpa", "torch", "reference"))
+@variants.register("gqa", time="T^2", state="T", hooks=("rotate", "relate", "bias"), implementations=("sdpa", "torch", "reference"))
 class GroupedQuery(Softmax):
     """Grouped-query attention: groups of query heads share a key/value head.
 

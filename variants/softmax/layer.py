@@ -4,7 +4,8 @@
 
 Vaswani et al. 2017, "Attention Is All You Need", section 3.2; heads that share keys and values from Shazeer 2019 and Ainslie et al. 2023.
 A subclass says which keys are in sight (`sight`, `pairs`) and how many the cache keeps (`kept`, `recent`). The cache holds keys turned by
-their position; a scheme whose frequencies depend on the length gets them unturned instead, and turns them at every call.
+their position; a scheme whose frequencies depend on the length gets them unturned instead, and turns them at every call, as does one that
+turns a key in several ways, by its distance from the query (`variants.softmax.parts`).
 
 Options of the layer: RMS norms on queries and keys (Henry et al. 2020; Dehghani et al. 2023, "Scaling Vision Transformers to 22 Billion
 Parameters"); a sigmoid gate on the heads' outputs (Qiu et al. 2025, "Gated Attention for Large Language Models"); a learned logit in every
@@ -24,11 +25,12 @@ from torch import Tensor, nn
 
 from variants import cache, implementations
 from variants.cache import Slots
-from variants.contract import Context, Mixer, State, extent
+from variants.contract import Context, Mixer, NotApplicable, State, extent
 from variants.ops import flash_attn, flex, fused, reference, softmax
-from variants.ops.attention import Bias, Sight
+from variants.ops.attention import Bias, Output, Sight
 from variants.ops.tiling import FEWEST, window_tile
 from variants.projections import Projections
+from variants.softmax.parts import Relation, attend_in_parts, require_order
 
 ATTENTION: dict[str, Callable[..., Tensor]] = {
     "flash_attn": flash_attn.attention,
@@ -37,6 +39,12 @@ ATTENTION: dict[str, Callable[..., Tensor]] = {
     "torch": softmax.attention,
     "reference": reference.attention,
 }
+#: Those that give the log-sum-exp by which attention to several ranges of keys is joined.
+ATTEND: dict[str, Callable[..., Output]] = {"torch": softmax.attend, "reference": reference.attend}
+
+
+#: Why a window takes no map of distances.
+WINDOWED = "a window keeps distances inside the trained length by itself"
 
 
 class Softmax(Mixer):
@@ -84,8 +92,7 @@ class Softmax(Mixer):
         if not 0 <= dropout < 1:
             raise ValueError(f"{name}: dropout must lie in [0, 1); got {dropout}")
         self.dropout = dropout
-        without = {"sdpa": f"it cannot drop weights (dropout={dropout}) in linear memory"} if dropout else {}
-        self.implementation = implementations.choose(name, impl, self.candidates(), excluded=without)
+        self.implementation = self.choose(impl)
         if self.projects:
             self.projections = Projections(dim, heads, self.kv_heads, self.head_dim, short_conv=short_conv, causal=self.causal)
         self.q_norm, self.k_norm = (nn.RMSNorm(self.head_dim, eps=1e-6) if qk_norm else None for _ in range(2))
@@ -115,8 +122,16 @@ class Softmax(Mixer):
         if self._turns_late:
             q, k = self.rotate(q, k, positions, slots["positions"])
         sight, bias = self.sight(before, after, state is not None), self.bias(positions, slots)
-        y = self.attend(q, k, v, slots, sight=sight, bias=bias, sink=self.sink, **self.numbers)
+        y = self.attend(q, k, v, slots, sight=sight, bias=bias, sink=self.sink, **self.relation(context, slots, sight), **self.numbers)
         return self.projections.back(self.gated(y, x).to(x.dtype)), parts | remembered, {}
+
+    def choose(self, impl: str) -> str:
+        """The implementation to run. Raises NotUsable for one asked for by name that cannot do what the options ask."""
+        without = {"sdpa": f"it cannot drop weights (dropout={self.dropout}) in linear memory"} if self.dropout else {}
+        if self._relates:
+            reason = f"{type(self.position).__name__} attends to ranges of keys, and it gives no log-sum-exp to join them by"
+            without = {name: reason for name in ATTENTION if name not in ATTEND}
+        return implementations.choose(type(self).__name__, impl, self.candidates(), excluded=without)
 
     def candidates(self) -> tuple[str, ...]:
         """The implementations, fastest first."""
@@ -165,6 +180,8 @@ class Softmax(Mixer):
     def look_through(self, window: int | None, sinks: int) -> None:
         """Set the window and its sinks. Raises ValueError for those that there cannot be."""
         name = type(self).__name__
+        if window is not None and self._relates:
+            raise NotApplicable(f"{name} with window={window} cannot take position {type(self.position).__name__}: {WINDOWED}")
         if window is not None and window < 1:
             raise ValueError(f"{name}: window counts the query itself and must be at least 1; got {window}")
         if sinks < 0:
@@ -200,7 +217,8 @@ class Softmax(Mixer):
 
     def block_sizes(self) -> tuple[int, ...]:
         """The lengths at whose multiples something else is done."""
-        return (FEWEST,) if self.window is None else (self.window, window_tile(self.window))
+        own = (FEWEST,) if self.window is None else (self.window, window_tile(self.window))
+        return own if self.position is None else (*own, *self.position.block_sizes())
 
     def remember(
         self, new: dict[str, Tensor], context: Context, state: State | None, before: Int[Tensor, "batch time"] | None
@@ -222,10 +240,21 @@ class Softmax(Mixer):
             return None
         return self.position.as_bias(positions, slots["positions"])
 
-    @property
-    def attention(self) -> Callable[..., Tensor]:
-        """The chosen implementation."""
-        return ATTENTION[self.implementation]
+    def relation(self, context: Context, slots: dict[str, Tensor], sight: Sight) -> dict[str, Relation]:
+        """What attention is told of a scheme that relates, if this one does. Raises ValueError for positions that decrease."""
+        if self.position is None or not self._relates:
+            return {}
+        assert context.positions is not None
+        here, there = context.positions, slots["positions"]
+        before, *_ = sight.extents(here.shape[1], there.shape[1], here.device)
+        require_order(self.position, there, before, context.valid)
+        return {"relation": Relation(self.position, here, there)}
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, *, relation: Relation | None = None, **told: Any) -> Tensor:
+        """The chosen implementation, (batch, heads, time, head_dim) each; under a scheme that relates, once for each range of keys."""
+        if relation is None:
+            return ATTENTION[self.implementation](q, k, v, **told)
+        return attend_in_parts(ATTEND[self.implementation], relation, q, k, v, **told)
 
     @property
     def key_dim(self) -> int:
@@ -260,5 +289,9 @@ class Softmax(Mixer):
         return self.position is not None and self.position.length_dependent
 
     @property
+    def _relates(self) -> bool:
+        return self.position is not None and "relate" in self.position.hooks
+
+    @property
     def _needs_positions(self) -> bool:
-        return self.position is not None and ("bias" in self.position.hooks or self.position.length_dependent)
+        return self.position is not None and ("bias" in self.position.hooks or self._relates or self.position.length_dependent)

@@ -30,12 +30,12 @@ from variants.contract import Context, State, extent
 from variants.softmax.layer import Softmax
 
 
-@variants.register("mla", time="T^2", state="T", hooks=("rotate", "bias"), implementations=("sdpa", "torch", "reference"))
+@variants.register("mla", time="T^2", state="T", hooks=("rotate", "relate", "bias"), implementations=("sdpa", "torch", "reference"))
 class LatentAttention(Softmax):
     """Multi-head latent attention: one low-rank latent and one rotary key a token serve all heads.
 
-    A rotary scheme turns the last rope_dim channels of queries and keys, and those alone. Without one they are channels like any others,
-    except that all heads share their keys.
+    A rotary scheme turns the last rope_dim channels of queries and keys, and those alone (one that sharpens logits sharpens them whole).
+    Without one they are channels like any others, except that all heads share their keys.
 
     Options:
         kv_rank: width of the latent that keys and values are made of (default: 4 * head_dim).
@@ -69,7 +69,8 @@ class LatentAttention(Softmax):
         causal: bool = True,
         impl: str = "auto",
     ):
-        super().__init__(dim, heads, gate=gate, sink_logit=sink_logit, dropout=dropout, impl=impl, head_dim=head_dim, causal=causal)
+        # Another implementation is chosen below, where the position is known.
+        super().__init__(dim, heads, gate=gate, sink_logit=sink_logit, dropout=dropout, impl="reference", head_dim=head_dim, causal=causal)
         self.kv_rank = 4 * self.head_dim if kv_rank is None else kv_rank
         self.nope_dim = self.head_dim if nope_dim is None else nope_dim
         self.rope_dim = 2 * max(1, self.head_dim // 4) if rope_dim is None else rope_dim
@@ -77,6 +78,7 @@ class LatentAttention(Softmax):
             if width is not None and width < 1:
                 raise ValueError(f"LatentAttention: {option} must be at least 1; got {width}")
         self.position = self.resolve_position(position, self.rope_dim)
+        self.implementation = self.choose(impl)
         queries = heads * self.key_dim
         self.widths = queries if q_rank is None else q_rank, self.kv_rank, self.rope_dim
         self.inward = nn.Linear(dim, sum(self.widths), bias=False)
@@ -120,7 +122,8 @@ class LatentAttention(Softmax):
         sight, bias = self.sight(before, after, state is not None), self.bias(positions, slots)
         expanded, absorbed = self.operations(x.shape[1], cached.shape[1])
         attend = self.expanded if expanded <= absorbed else self.absorbed
-        y = attend(q, turning, cached, sight=sight, bias=bias, sink=self.sink, **self.numbers)
+        told = self.relation(context, slots, sight)
+        y = attend(q, turning, cached, sight=sight, bias=bias, sink=self.sink, **told, **self.numbers)
         y = rearrange(self.gated(y, x), "batch heads time head_dim -> batch time (heads head_dim)")
         return self.outward(y.to(x.dtype)), remembered, {}
 

@@ -14,7 +14,7 @@ from registry import variants
 from variants.softmax.layer import Softmax
 
 
-@variants.register("mqa", time="T^2", state="T", hooks=("rotate", "bias"), implementations=("sdpa", "torch", "reference"))
+@variants.register("mqa", time="T^2", state="T", hooks=("rotate", "relate", "bias"), implementations=("sdpa", "torch", "reference"))
 class MultiQuery(Softmax):
     """Multi-query attention: one key/value head for all query heads.
 

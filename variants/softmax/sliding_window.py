@@ -9,10 +9,10 @@ positions are those of the tokens, not of the cache's slots. Time O(T window), m
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from registry import variants
-from variants.softmax.layer import Softmax
+from variants.softmax.layer import WINDOWED, Softmax
 
 
 @variants.register("sliding_window", time="T W", state="W", hooks=("rotate", "bias"), implementations=("torch", "sdpa", "reference"))
@@ -23,6 +23,8 @@ class SlidingWindow(Softmax):
         window: how many tokens are in sight, the query itself counted.
         sinks: how many of a segment's first tokens stay in sight for good.
     """
+
+    refused: ClassVar = {"relate": WINDOWED}
 
     def __init__(self, dim: int, heads: int, position: Any = None, *, window: int = 64, sinks: int = 0, **options: Any):
         super().__init__(dim, heads, position, **options)

@@ -108,6 +108,14 @@ def test_one_scheme_is_tried_for_each_set_of_hooks_the_variant_takes(toy):
     assert set(_labels(subjects_of("toy", {}))) - set(before) == {"position=aa_slide"}
 
 
+def test_a_scheme_that_treats_far_keys_in_another_way_is_tried_where_few_tokens_are_far(toy):
+    labels = _labels(subjects_of("full", {}, fast=True))
+    assert "position=self_extend, position.group=3, position.window=5" in labels
+    subject = next(subject for subject in subjects_of("full", {}, fast=True) if "self_extend" in subject.label)
+    assert {4, 5, 6, 11} <= set(subject.lengths)
+    assert not any("self_extend" in phrase and "self_extend has" not in phrase for phrase in left_out("full", fast=True))
+
+
 def test_every_length_up_to_twice_a_small_block_and_the_edges_of_a_large_one_are_tried(toy):
     @toy
     class Blocks(toys.Mean):

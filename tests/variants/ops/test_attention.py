@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.variants import oracles
 from tests.variants.schemes import SharedSlopes, Slopes
+from variants.conformance.costs import Meter
 from variants.ops import fused, reference, softmax, tiling
 from variants.ops.attention import Bias, Fade, Output, Sight, merge
 from variants.positions.contract import Scheme
@@ -100,6 +101,102 @@ def test_a_cache_of_window_less_one_and_sinks_stands_in_for_the_whole_past(tiles
     expected = oracles.attention(q, k, v, oracles.through_window(ids, width, sinks))[:, :, past:]
     torch.testing.assert_close(got, expected)
     oracles.same_gradients(got, expected, (q, k, v))
+
+
+@every_implementation
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=10)
+@given(
+    data=st.data(),
+    past=st.integers(0, 12),
+    time=st.integers(1, 16),
+    width=st.integers(1, 9) | st.none(),
+    sinks=st.integers(0, 3),
+    rows=st.integers(1, 2),
+    lengths=segments,
+)
+def test_slots_as_near_as_a_query_is_told_are_not_seen(tiles, attention, data, past, time, width, sinks, rows, lengths) -> None:
+    total = past + time
+    ids = [oracles.run_ids(row, total) for row in lengths]
+    q, k, v = inputs(total, total, 4, 2)
+    beyond = torch.tensor([[data.draw(st.integers(-1, total)) for _ in range(total)] for _ in range(rows)])
+    sight = Sight(window=width, sinks=sinks if width else 0, before=oracles.places(ids)[:, past:], beyond=beyond[:, past:])
+    shown = oracles.through_window(ids, width or total, sinks)
+
+    def sees(row: int, i: int, j: int) -> bool:
+        return shown(row, i, j) and i - j > int(beyond[row % rows, i])
+
+    got, expected = attention(q[:, :, past:], k, v, sight=sight), oracles.attention(q, k, v, sees)[:, :, past:]
+    expected = expected + 0 * (q.sum() + k.sum() + v.sum())  # where no query sees a slot, all gradients are 0
+    torch.testing.assert_close(got, expected)
+    oracles.same_gradients(got, expected, (q, k, v))
+
+
+@every_implementation
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=10)
+@given(data=st.data(), past=st.integers(4, 12), time=st.integers(1, 9), width=st.integers(1, 6))
+def test_sinks_that_a_cache_kept_are_as_far_as_their_tokens_are(tiles, attention, data, past, time, width) -> None:
+    total, sinks = past + time, 2
+    q, k, v = inputs(total, total, 4, 2)
+    beyond = torch.tensor([[data.draw(st.integers(-1, total)) for _ in range(total)] for _ in range(2)])
+    index = torch.tensor([0, 1, *range(past - width + 1, total)]).clamp(min=0)
+    sight = Sight(window=width, sinks=sinks, kept=sinks, before=oracles.places([[0] * total] * 2)[:, past:], beyond=beyond[:, past:])
+    shown = oracles.through_window([[0] * total] * 2, width, sinks)
+    got = attention(q[:, :, past:], k[:, :, index], v[:, :, index], sight=sight)
+    expected = oracles.attention(q, k, v, lambda row, i, j: shown(row, i, j) and i - j > int(beyond[row, i]))[:, :, past:]
+    expected = expected + 0 * (q.sum() + k.sum() + v.sum())
+    torch.testing.assert_close(got, expected)
+    oracles.same_gradients(got, expected, (q, k, v))
+
+
+@every_implementation
+def test_nearness_of_which_nothing_else_is_told_counts(tiles, attention) -> None:
+    one_hot, zeros = torch.eye(6)[None, None], torch.zeros(1, 1, 6, 4)
+    y = attention(zeros, zeros, one_hot, sight=Sight(beyond=torch.tensor([[-1, 0, 0, 1, 4, 1]])))
+    assert ["".join(str(int(weight > 0)) for weight in row) for row in y[0, 0]] == [
+        "100000",
+        "100000",
+        "110000",
+        "110000",
+        "000000",
+        "111100",
+    ]
+
+
+@every_implementation
+def test_nearness_differs_from_tile_to_tile_of_a_window(tiles, attention) -> None:
+    q, k, v = (x.detach() for x in inputs(40, 40))
+    near = torch.arange(40)[None] // 7
+    expected = oracles.attention(q, k, v, lambda row, i, j: i // 7 < i - j < 6)
+    torch.testing.assert_close(attention(q, k, v, sight=Sight(window=6, beyond=near)), expected)
+
+
+@every_lse
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=10)
+@given(data=st.data(), time=st.integers(1, 9))
+def test_what_is_near_and_what_is_beyond_merge_to_the_whole(tiles, attend, data, time) -> None:
+    q, k, v = inputs(time, time, 4, 2)
+    sink, near = random(4, seed=7), torch.tensor([[data.draw(st.integers(-1, i)) for i in range(time)] for _ in range(2)])
+    merged = merge(attend(q, k, v, sight=Sight(before=near), sink=sink), attend(q, k, v, sight=Sight(beyond=near)))
+    whole = attend(q, k, v, sink=sink)
+    for got, expected in zip(merged, whole, strict=True):
+        torch.testing.assert_close(got, expected)
+        oracles.same_gradients(got, expected, (q, k, v, sink) if got.ndim == 4 else (q, k, sink))
+
+
+@pytest.mark.parametrize("near", [0, 15, 200])
+def test_tiles_that_are_too_near_or_too_far_are_not_computed(near) -> None:
+    time = 1024
+    q, k, v = (torch.randn(1, 1, time, 8) for _ in range(3))
+
+    def products(sight: Sight) -> int:
+        with Meter() as meter, torch.no_grad():
+            softmax.attention(q, k, v, sight=sight)
+        return meter.products
+
+    told, pair = torch.full((1, time), near), 4 * 8
+    assert products(Sight(beyond=told)) <= products(Sight())
+    assert products(Sight(before=told)) <= pair * time * (near + 2 * tiling.QUERIES)
+    assert products(Sight(beyond=torch.full((1, time), time // 2))) <= pair * (time // 2) * (time // 2 + tiling.QUERIES)
 
 
 @every_implementation
@@ -360,6 +457,18 @@ def test_where_torch_would_take_quadratic_memory_the_tiles_run(case) -> None:
     with Largest():
         fused.attention(q, k, v, **options).sum().backward()
     assert largest < time * time // 2
+
+
+@pytest.mark.parametrize("extent", ["before", "beyond"])
+@torch.no_grad()
+def test_a_mask_is_as_large_as_all_rows_that_are_told_something(extent) -> None:
+    q, k, v = (torch.randn(2, 1, 800, 4) for _ in range(3))  # one row's mask would be written out, two rows' are not
+    told = torch.arange(800).expand(2, -1).clone() // 2
+    with mock.patch.object(softmax, "attention", wraps=softmax.attention) as tiled:
+        fused.attention(q, k, v, sight=Sight(**{extent: told[:1]}))
+        assert not tiled.called
+        fused.attention(q, k, v, sight=Sight(**{extent: told}))
+        assert tiled.called
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 1), (4, 2)])

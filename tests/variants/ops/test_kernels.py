@@ -13,7 +13,15 @@ from torch import Tensor
 from variants.ops import flash_attn, flex, reference
 from variants.ops.attention import Fade, Sight
 
-SIGHTS = [Sight(), Sight(False), Sight(window=9), Sight(False, 9), Sight(window=9, sinks=2), Sight(before=torch.arange(70)[None] % 13)]
+SIGHTS = [
+    Sight(),
+    Sight(False),
+    Sight(window=9),
+    Sight(False, 9),
+    Sight(window=9, sinks=2),
+    Sight(before=torch.arange(70)[None] % 13),
+    Sight(beyond=torch.arange(70)[None] % 17),
+]
 
 
 def inputs(q_time: int, k_time: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -31,7 +39,7 @@ def unchecked():
 
 
 @pytest.mark.parametrize("more", ["nothing", "sink", "fade"])
-@pytest.mark.parametrize("sight", SIGHTS, ids=["causal", "both", "window", "both sides", "sinks", "segments"])
+@pytest.mark.parametrize("sight", SIGHTS, ids=["causal", "both", "window", "both sides", "sinks", "segments", "beyond"])
 @torch.no_grad()
 def test_flex_attention_sees_what_the_reference_sees(unchecked, sight, more) -> None:
     q, k, v = inputs(70, 90)
@@ -77,12 +85,13 @@ def test_flash_attn_is_asked_in_its_own_conventions(package, sight) -> None:
     assert len(package) == 1
 
 
-@pytest.mark.parametrize("case", ["fp32", "sinks", "segments", "sink", "fade"])
+@pytest.mark.parametrize("case", ["fp32", "sinks", "segments", "beyond", "sink", "fade"])
 def test_what_flash_attn_cannot_do_it_is_not_asked(package, case) -> None:
     q, k, v = inputs(20, 20, torch.float32 if case == "fp32" else torch.bfloat16)
     options = {
         "sinks": {"sight": Sight(window=3, sinks=1)},
         "segments": {"sight": Sight(before=torch.arange(20)[None] % 7)},
+        "beyond": {"sight": Sight(beyond=torch.arange(20)[None] % 7)},
         "sink": {"sink": torch.randn(4)},
         "fade": {"fade": Fade(torch.randn(2, 4, 20), torch.randn(2, 4, 20))},
     }.get(case, {})

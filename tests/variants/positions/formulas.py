@@ -95,3 +95,26 @@ def t5_bucket(ahead: int, buckets: int = 32, max_distance: int = 128, bidirectio
 def sinusoid(position: int, dim: int, base: float = 10000.0) -> list[float]:
     """Interleaved: a sine for every even channel, a cosine for every odd one."""
     return [(math.cos if channel % 2 else math.sin)(position / base ** ((channel - channel % 2) / dim)) for channel in range(dim)]
+
+
+def self_extend(at_query: int, at_key: int, group: int, window: int) -> int:
+    if at_query - at_key < window:
+        return at_query - at_key
+    return at_query // group - at_key // group + window - window // group
+
+
+def rerope(at_query: int, at_key: int, window: int, slowdown: float | None = None) -> float:
+    distance = at_query - at_key
+    if distance < window or slowdown is None:
+        return min(distance, window)
+    return window + (distance - window) / slowdown
+
+
+def dual_chunk(at_query: int, at_key: int, chunk: int, local: int) -> int:
+    block = chunk - local
+    blocks_between = at_query // block - at_key // block
+    if blocks_between == 0:
+        return at_query - at_key
+    if blocks_between == 1:
+        return min(at_query % block + block, chunk) - at_key % block
+    return chunk - at_key % block

@@ -14,11 +14,14 @@ ABSOLUTE = ["none", "learned", "sinusoidal"]
 BIASES = ["alibi", "t5_bias"]
 ROTARY = ["rope", "p_rope", "xpos", "pi", "ntk", "dynamic_ntk", "ntk_by_parts", "yarn", "llama3", "longrope"]
 
-every_scheme = pytest.mark.parametrize("name", [*ABSOLUTE, *BIASES, *ROTARY])
+#: Maps of distances, with options that put a boundary within the few tokens of a fast check.
+RELATIVE = {"self_extend": {"group": 3, "window": 5}, "rerope": {"window": 5}, "dual_chunk": {"trained_length": 8}}
+
+every_scheme = pytest.mark.parametrize("name", [*ABSOLUTE, *BIASES, *ROTARY, *RELATIVE])
 
 
 def test_every_promised_name_is_there() -> None:
-    assert {*ABSOLUTE, *BIASES, *ROTARY} <= set(positions.names())
+    assert {*ABSOLUTE, *BIASES, *ROTARY, *RELATIVE} <= set(positions.names())
 
 
 @every_scheme
@@ -47,7 +50,8 @@ def test_which_channels_pair_is_an_option_and_at_position_zero_nothing_is_turned
     assert torch.equal(scheme.rotate(x, x, start, start)[0], scheme.magnitude * x)
 
 
-@every_scheme
+# Maps of distances have no bidirectional form: test_relative.py has their refusal.
+@pytest.mark.parametrize("name", [*ABSOLUTE, *BIASES, *ROTARY])
 def test_rows_read_backwards_are_others_but_to_biases_by_distance_and_to_no_position(name) -> None:
     torch.manual_seed(0)
     mixer = variants.build("full", dim=16, heads=2, position=name, causal=False).double()
@@ -67,7 +71,7 @@ def test_rows_read_backwards_are_others_but_to_biases_by_distance_and_to_no_posi
     ids=lambda check: check.__name__,
 )
 def test_full_attention_conforms_with_each(name, check) -> None:
-    outcome = judge(check, subjects_of("full", {"position": name}, fast=True))
+    outcome = judge(check, subjects_of("full", {"position": {"name": name, **RELATIVE.get(name, {})}}, fast=True))
     by_length, moot = rows.packed_segments_equal_separate_runs, caching.positions_are_those_given_and_otherwise_counted
     refused = (check is by_length and positions.get(name).length_dependent) or (check is moot and name == "none")
     assert outcome.status == ("not applicable" if refused else "passed"), outcome.detail

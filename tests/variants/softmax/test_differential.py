@@ -85,7 +85,7 @@ def test_each_map_has_its_own_bias_and_its_own_sink() -> None:
     sunk = variants.build("differential", dim=16, heads=4, sink_logit=True).double()
     with torch.no_grad():
         sunk.sink.copy_(torch.tensor([60.0, -60.0, 60.0, -60.0]))  # the first maps see nothing, the second ones are as without a sink
-        sunk.norm = Unchanged(8)
+        sunk.norm = Unchanged(8, dtype=torch.float64)
     q, k, v = projected(sunk, x)
     second = oracles.attention(q[:, 1::2], k[:, 1::2], v, oracles.causal(5, 5)).transpose(1, 2).flatten(2)
     torch.testing.assert_close(sunk(x).y, -0.8 * sunk.share() * second @ sunk.projections.outward.weight.T)
@@ -93,7 +93,7 @@ def test_each_map_has_its_own_bias_and_its_own_sink() -> None:
 
 def test_without_a_share_of_the_second_maps_the_first_ones_attend_alone() -> None:
     mixer = variants.build("differential", dim=16, heads=4).double()
-    mixer.norm = Unchanged(8)
+    mixer.norm = Unchanged(8, dtype=torch.float64)
     with torch.no_grad():
         for vector in (mixer.lambda_q1, mixer.lambda_k1, mixer.lambda_q2, mixer.lambda_k2):
             vector.zero_()
