@@ -97,3 +97,7 @@ def _check_start(config: Mapping[str, Any]) -> None:
         raise UserError("search.evaluations asks for LongRoPE's factors; it needs position=longrope, and start=, a trained rotary run")
     if search["evaluations"] and (not search["unscaled"] or min(search["unscaled"]) < 0):
         raise UserError(f"search.unscaled must be numbers of tokens, [0] for none; got {search['unscaled']}")
+    if search["evaluations"] and len({*search["unscaled"]}) < len(search["unscaled"]):
+        raise UserError(f"search.unscaled needs different numbers; got {search['unscaled']}")
+    if search["evaluations"] and not search["mutations"] + search["crossovers"]:
+        raise UserError("search.mutations and search.crossovers cannot both be 0: a generation needs children")

@@ -16,6 +16,7 @@ from torch import nn
 
 from experiments.module import as_tensors
 from experiments.tasks.contract import IGNORE, Evaluation, Examples, Task
+from registry import UserError
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,14 @@ def score(
     model.train(was_training)
     table = pa.concat_tables(tables)
     scored_tokens = int(np.sum(table["tokens_scored"].to_numpy()))
+    if not scored_tokens:
+        raise UserError(
+            f"nothing is scored in {sequences} {split} sequences of {evaluation.length} tokens; choose others by the task's options"
+        )
     return Score(
-        accuracy=int(np.sum(table["tokens_correct"].to_numpy())) / max(scored_tokens, 1),
+        accuracy=int(np.sum(table["tokens_correct"].to_numpy())) / scored_tokens,
         sequence_accuracy=float(np.mean(table["correct"].to_numpy())),
-        loss=float(np.sum(table["loss"].to_numpy() * table["tokens_scored"].to_numpy())) / max(scored_tokens, 1),
+        loss=float(np.sum(table["loss"].to_numpy() * table["tokens_scored"].to_numpy())) / scored_tokens,
         table=table,
     )
 
@@ -82,7 +87,10 @@ def batches(task: Task, split: str, evaluation: Evaluation, sequences: int, batc
 
 
 def rows(split: str, evaluation: Evaluation, examples: Examples, start: int, right: ndarray, losses: ndarray) -> pa.Table:
-    """A row a sequence. `right` and `losses` belong to the scored tokens in row-major order; facts of scored tokens become lists."""
+    """A row a sequence in which anything is scored; facts of scored tokens become lists.
+
+    `right` and `losses` belong to the scored tokens in row-major order.
+    """
     scored = examples.targets != IGNORE
     count, per_row = len(scored), scored.sum(1)
     row_of = np.repeat(np.arange(count), per_row)
@@ -101,7 +109,7 @@ def rows(split: str, evaluation: Evaluation, examples: Examples, start: int, rig
     }
     for name, value in examples.meta.items():
         columns[name] = pa.array(value) if value.ndim == 1 else pa.ListArray.from_arrays(offsets, pa.array(value[scored]))
-    return pa.table(columns)
+    return pa.table(columns).filter(pa.array(per_row > 0))
 
 
 def baselines(task: Task, evaluation: Evaluation, *, sequences: int, reach: int | None) -> dict[str, float]:

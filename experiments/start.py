@@ -30,12 +30,19 @@ def directory(config: Mapping[str, Any]) -> Path | None:
     return found
 
 
+def stored(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of the run to start from. Raises UserError if there is none."""
+    found = directory(config)
+    return (read_json(found / "config.json") if found else None) or {}
+
+
 def load_weights(model: Decoder, config: Mapping[str, Any]) -> None:
     """Give `model` the weights of the run it starts from, if it starts from one. Raises UserError where they do not fit."""
     found = directory(config)
     if found is None:
         return
-    path = found / "checkpoints" / LAST
+    require_same_model(config, read_json(found / "config.json") or {}, f"start={config['start']}")
+    path = _trained(found) / "checkpoints" / LAST
     try:
         stored = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
     except Exception as error:  # torch raises half a dozen kinds, each with a long story
@@ -43,6 +50,25 @@ def load_weights(model: Decoder, config: Mapping[str, Any]) -> None:
     weights = {name.removeprefix("model."): value for name, value in stored.items()}
     require_same(model.state_dict(), weights, f"start={config['start']}")
     model.load_state_dict(weights)
+
+
+def trained_length(config: Mapping[str, Any]) -> int:
+    """The length in tokens that multiples count: what the run, or the one it goes back to, was trained on."""
+    return int(config["evaluation"]["unit"] or config["task"]["length"])
+
+
+def require_same_model(mine: Mapping[str, Any], theirs: Mapping[str, Any], said: str) -> None:
+    """Raises UserError for settings by which the same weights would be another model: heads, say, that their shapes do not tell."""
+    for key, value in theirs.get("model", {}).items():
+        if key != "dropout" and mine["model"].get(key) != value:
+            raise UserError(f"{said}: the run to start from has model.{key}={value}, here it is {mine['model'].get(key)}")
+
+
+def _trained(found: Path) -> Path:
+    """The run whose weights a run has: its own, or of the one it goes back to if it was only tested."""
+    config = read_json(found / "config.json") or {}
+    only_tested = config.get("start") and not config["trainer"]["steps"]
+    return _trained(found.parent / config["start"]) if only_tested else found
 
 
 def require_same(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor], said: str) -> None:
@@ -59,16 +85,19 @@ def require_same(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor], said:
 def gate(config: Mapping[str, Any], metrics: Mapping[str, float]) -> dict[str, Any] | None:
     """What the run, or the first of those it goes back to, reaches at the trained length, beside what the study asks for.
 
-    {"needed", "reached", "length"}, or None where nothing is asked for. `metrics` are the run's own.
+    {"needed", "reached", "length"}, or None where nothing is asked for. `metrics` are the run's own. Raises UserError where it is unknown.
     """
     needed = config["evaluation"]["gate"]
     if needed is None:
         return None
     found = directory(config)
+    first = found
     while found is not None:
-        parent = read_json(found / "config.json") or {}
-        metrics = (read_json(found / RESULT) or {}).get("metrics", {})
-        earlier = parent.get("start")
+        first, metrics = found, (read_json(found / RESULT) or {}).get("metrics", {})
+        earlier = (read_json(found / "config.json") or {}).get("start")
         found = found.parent / earlier if earlier else None
-    length = config["evaluation"]["unit"] or config["task"]["length"]
-    return {"needed": needed, "reached": metrics.get(f"test/length/{length}/accuracy"), "length": length}
+    length = trained_length(config)
+    reached = metrics.get(f"test/length/{length}/accuracy")
+    if reached is None:
+        raise UserError(f"evaluation.gate asks what {first} reaches at {length} tokens, where it was not tested; gate=null leaves that out")
+    return {"needed": needed, "reached": reached, "length": length}

@@ -69,6 +69,8 @@ def prepare(config: Mapping[str, Any]) -> tuple[Task, Decoder]:
         raise UserError("trainer.device=cuda, but torch sees no GPU here; use trainer.device=cpu")
     model = initialised(config, task)
     require_positions(model, task, tests)
+    if config["start"] is not None:
+        start.gate(config, {})  # a gate that cannot be judged is said now
     return task, model
 
 

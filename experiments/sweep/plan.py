@@ -78,6 +78,8 @@ def expand(words: Sequence[str]) -> Plan:
 
 def _jobs(words: Sequence[str], overrides: Sequence[str]) -> list[Job]:
     """The run that `words` describe, behind those that it goes back to."""
+    from experiments.start import stored, trained_length
+
     resolved = resolve(words)
     config, parent = without(resolved, *PLAN_ONLY), resolved["parent"]
     before: list[Job] = []
@@ -87,6 +89,10 @@ def _jobs(words: Sequence[str], overrides: Sequence[str]) -> list[Job]:
         mine = [*parent, *([] if "parent" in {word.partition("=")[0] for word in parent} else ["parent=[]"])]
         before = _jobs(changed(words, mine), changed(overrides, parent))
         config["start"] = before[-1].run_id
+        if (config["study"], config["runs_dir"]) != (before[-1].config["study"], before[-1].config["runs_dir"]):
+            raise UserError("parent: a run starts from one of its own study; it cannot have another study or runs_dir")
+    if config["start"] is not None and config["evaluation"]["unit"] is None:  # test sets are those of the first run's length
+        config["evaluation"]["unit"] = trained_length(before[-1].config if before else stored(config))
     identity = run_id(config)
     return [*before, Job(identity, config, Path(config["runs_dir"]) / config["study"] / identity, tuple(overrides))]
 
@@ -109,8 +115,10 @@ def why_not(config: Mapping[str, Any], chosen: Sequence[str]) -> str:
 def _require_same_weights(line: Sequence[Job]) -> None:
     """Raises UserError where a run cannot take the weights of the one before it in `line`."""
     from experiments.model import on_meta
-    from experiments.start import require_same
+    from experiments.start import require_same, require_same_model
 
+    for before, job in itertools.pairwise(line):
+        require_same_model(job.config, before.config, job.label)
     models = [on_meta(job.config, checked_task(job.config)[0].vocab_size) for job in line]
     for (_, theirs), (job, mine) in itertools.pairwise(zip(line, models, strict=True)):
         require_same(mine.state_dict(), theirs.state_dict(), job.label)

@@ -76,9 +76,9 @@ class RepeatedSegments(Task):
         self.draws(self.min_length)
 
     def draws(self, length: int, **difficulty: Any) -> int:
-        """One number a token, three a segment. Raises ValueError where two segments of the least length do not fit."""
-        if length < 2 * self.shortest:
-            raise ValueError(f"repeated_segments: a source and its copy need length >= 2 * shortest = {2 * self.shortest}; got {length}")
+        """One number a token, three a segment. Raises ValueError where two segments do not fit."""
+        if length < 2 * self.longest:
+            raise ValueError(f"repeated_segments: a source and its copy need length >= 2 * longest = {2 * self.longest}; got {length}")
         return length + 3 * self._segments(length)
 
     def generate(self, length: int, uniform: Float[ndarray, "count draws"], start: int, **difficulty: Any) -> Examples:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import registry
 from experiments.config import REGISTRIES, SCHEMAS
 from experiments.runs.files import read_json
 from experiments.runs.status import RESULT, is_finished
+from experiments.start import trained_length
 from experiments.verbs import launching
 from experiments.words import changed, spell, words_of
 from registry import UserError, nearest
@@ -20,7 +22,8 @@ EVALUATIONS = 250
 
 def evaluate(run: str, words: Sequence[str], report: launching.Report | None) -> None:
     """Test a run's weights as `words` would have it."""
-    launching.train(changed(starting_from(find_run(run, words)), words), report)
+    directory = find_run(run, words)
+    launching.train(changed(starting_from(directory), [*kept_of_position(directory, words), *words]), report)
 
 
 def longrope_search(words: Sequence[str], report: launching.Report | None) -> None:
@@ -29,6 +32,8 @@ def longrope_search(words: Sequence[str], report: launching.Report | None) -> No
     if not own["checkpoint"] or not own["factor"]:
         raise UserError("longrope-search needs checkpoint=, a trained rotary run's directory, and factor=, target / trained length")
     others = [word for word in words if word.partition("=")[0] not in own]
+    if "search.evaluations=0" in others:
+        raise UserError("search.evaluations=0 searches nothing; leave it out, or give a number of candidates")
     directory = find_run(own["checkpoint"][-1], others)
     factor = _factor(own["factor"][-1])
     config = read_json(directory / "config.json") or {}
@@ -38,7 +43,7 @@ def longrope_search(words: Sequence[str], report: launching.Report | None) -> No
     before = starting_from(directory)
     multiples = sorted({*config["evaluation"]["multiples"], math.ceil(factor)})
     options = {key: position[key] for key in ("base", "layout", "fraction")}
-    longrope = {"name": "longrope", "factor": factor, "trained_length": _trained_length(config), **options}
+    longrope = {"name": "longrope", "factor": factor, "trained_length": trained_length(config), **options}
     chosen = [
         *words_of({"position": longrope}, REGISTRIES),
         f"search.evaluations={EVALUATIONS}",
@@ -65,7 +70,7 @@ def find_run(name: str, words: Sequence[str]) -> Path:
     runs_dir = next((Path(word.partition("=")[2]) for word in words if word.startswith("runs_dir=")), Path("runs"))
     for directory in (given, runs_dir / given):
         if is_finished(directory) and read_json(directory / "config.json"):
-            return directory
+            return directory if directory.parent.parent.name else directory.resolve()
     known = [str(path.parent.relative_to(runs_dir)) for path in runs_dir.glob(f"*/*/{RESULT}")]
     raise UserError(f"no finished run {name!r}, here or in {runs_dir}.{nearest(name, known)}")
 
@@ -75,12 +80,22 @@ def starting_from(directory: Path) -> list[str]:
     config = dict(read_json(directory / "config.json") or {})
     config["position"] = (read_json(directory / RESULT) or {}).get("position", config["position"])
     start: dict[str, Any] = {"start": directory.name, "study": directory.parent.name, "runs_dir": str(directory.parent.parent)}
-    start |= {"trainer.steps": 0, "search.evaluations": 0, "evaluation.unit": _trained_length(config)}
+    start |= {"trainer.steps": 0, "search.evaluations": 0, "evaluation.unit": trained_length(config)}
     return changed(words_of(config, (*REGISTRIES, *SCHEMAS)), [f"{key}={spell(value)}" for key, value in start.items()])
 
 
-def _trained_length(config: Mapping[str, Any]) -> int:
-    return int(config["evaluation"]["unit"] or config["task"]["length"])
+def kept_of_position(directory: Path, words: Sequence[str]) -> list[str]:
+    """What another rotary scheme keeps of the trained one unless `words` say otherwise: base, layout, fraction, and the trained length."""
+    name = next((word.partition("=")[2] for word in words if word.startswith("position=")), None)
+    if name is None or name.endswith((".yaml", ".yml")):
+        return []
+    config = read_json(directory / "config.json") or {}
+    options = {option.name for option in registry.options(registry.positions.get(name))}
+    trained = {key: config["position"][key] for key in ("base", "layout", "fraction") if key in config["position"]}
+    trained["trained_length"] = trained_length(config)
+    given = {word.partition("=")[0] for word in words}
+    kept = {f"position.{key}": value for key, value in trained.items() if key in options}
+    return [f"{key}={spell(value)}" for key, value in kept.items() if key not in given]
 
 
 def _factor(text: str) -> float:
@@ -88,6 +103,6 @@ def _factor(text: str) -> float:
         factor = float(text)
     except ValueError:
         factor = math.nan
-    if not 1 < factor < math.inf:
-        raise UserError(f"factor={text}: a number above 1 is needed, target / trained length")
+    if not 1 < factor <= 1024:
+        raise UserError(f"factor={text}: a number above 1 is needed, target / trained length, up to 1024")
     return factor

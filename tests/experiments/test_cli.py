@@ -260,10 +260,23 @@ def test_a_finished_run_is_evaluated_and_searched_and_what_was_found_is_taken_up
     again = json.loads(attnlab("evaluate", run, f"position={file}", "--json", cwd=tmp_path).stdout)
     stored = json.loads((tmp_path / found["directory"] / "result.json").read_text())
     assert again["result"]["metrics"] == stored["metrics"]
+    assert "candidates" in attnlab(*search, "search.evaluations=0", cwd=tmp_path, code=2).stderr
+    assert "up to 1024" in attnlab("longrope-search", f"checkpoint={run}", "factor=1e9", cwd=tmp_path, code=2).stderr
     tuned = attnlab("train", *words, "study=s", f"position={file}", f"start={trained['run_id']!r}", "trainer.steps=2", cwd=tmp_path)
     assert "not solved in the budget of 2 steps" in tuned.stdout
     bad = attnlab("longrope-search", f"checkpoint={tested['directory']}", "factor=2", cwd=tmp_path, code=2)
     assert "trained with position=rope" in bad.stderr and "has pi" in bad.stderr
+
+
+def test_another_scheme_keeps_what_the_trained_one_turns_by(tmp_path):
+    words = ["task=repeated_segments", "task.length=16", "task.shortest=4", "task.longest=6", *TINY[3:], "evaluation.multiples=[1,2]"]
+    rope = ["position.layout=interleaved", "position.base=500", "position.fraction=0.5"]
+    trained = json.loads(attnlab("train", *words, *rope, "study=s", "--json", cwd=tmp_path).stdout)
+    same = json.loads(attnlab("evaluate", trained["directory"], "position=pi", "position.factor=1", "--json", cwd=tmp_path).stdout)
+    assert same["result"]["metrics"] == trained["result"]["metrics"]
+    yarn = json.loads(attnlab("evaluate", trained["directory"], "position=yarn", "position.base=10", "--json", cwd=tmp_path).stdout)
+    config = json.loads((tmp_path / yarn["directory"] / "config.json").read_text())["position"]
+    assert config["trained_length"] == 16 and config["base"] == 10 and config["layout"] == "interleaved" and config["fraction"] == 0.5
 
 
 def test_an_experiment_says_how_it_is_compared(tmp_path):

@@ -11,7 +11,7 @@ from torch import nn
 
 from experiments.evaluate import baselines, score
 from experiments.tasks.contract import IGNORE, Evaluation
-from registry import tasks
+from registry import UserError, tasks
 
 TEST = Evaluation("length", 24)
 
@@ -74,3 +74,22 @@ def test_the_ceiling_is_what_lies_in_reach_and_a_guess_for_the_rest(task):
         assert found["within_reach"] == pytest.approx(seen + (1 - seen) / 16)
     assert "within_reach" not in baselines(task, TEST, sequences=200, reach=None)
     assert found["chance"] == 1 / 16 and found["in_context"] == pytest.approx(1 / 3, abs=0.07)
+
+
+def test_a_sequence_in_which_nothing_is_scored_is_no_row_and_neither_right_nor_wrong():
+    sparse = tasks.build("repeated_segments", length=38, copied=0.01, lead=7)
+    here = Evaluation("length", 38)
+    asked = (sparse.batch("test", 38, 0, 64).targets != IGNORE).any(1)
+    assert 0 < asked.sum() < 64
+    right, wrong = (score(Reader(sparse, reach), sparse, "test", here, sequences=64, batch_tokens=38 * 5) for reach in (None, 0))
+    assert right.table["index"].to_pylist() == np.flatnonzero(asked).tolist()
+    assert right.sequence_accuracy == right.accuracy == 1
+    assert wrong.sequence_accuracy < 0.2
+
+
+def test_a_test_set_in_which_nothing_is_scored_has_no_score():
+    sparse = tasks.build("repeated_segments", length=38, copied=0.01, lead=7)
+    empty = int(np.flatnonzero(~(sparse.batch("test", 38, 0, 64).targets != IGNORE).any(1))[0])
+    sparse.batch = lambda *args, **options: type(sparse).batch(sparse, "test", 38, empty, 1)
+    with pytest.raises(UserError, match="nothing is scored in 1 test sequences of 38 tokens"):
+        score(Reader(sparse, None), sparse, "test", Evaluation("length", 38), sequences=1, batch_tokens=38)

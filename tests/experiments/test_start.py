@@ -105,9 +105,11 @@ def test_what_there_is_nothing_to_start_from_is_refused(trained, words, said):
 def test_a_model_of_another_shape_is_refused_naming_the_weight(trained):
     words, parent = trained
     with pytest.raises(UserError, match="another model: its weight .* is .*, here it is"):
-        prepare(single([*words, f"start='{parent.run_id}'", "model.dim=32"]).config)
+        prepare(single([*words, f"start='{parent.run_id}'", "task.symbols=7"]).config)
     with pytest.raises(UserError, match="absent"):
-        prepare(single([*words, f"start='{parent.run_id}'", "model.layers=2"]).config)
+        prepare(single([*words, f"start='{parent.run_id}'", "variant.qk_norm=true"]).config)
+    with pytest.raises(UserError, match=r"has model\.heads=2, here it is 4"):  # which no shape tells
+        prepare(single([*words, f"start='{parent.run_id}'", "model.heads=4"]).config)
 
 
 def test_a_damaged_checkpoint_is_named(trained, tmp_path):
@@ -156,7 +158,11 @@ def test_a_parent_may_have_a_parent():
 
 def test_a_parent_of_another_shape_stops_the_plan():
     with pytest.raises(UserError, match="another model"):
-        expand([*TINY, "trainer.steps=0", "parent=['trainer.steps=3','model.dim=32']"])
+        expand([*TINY, "trainer.steps=0", "parent=['trainer.steps=3','task.symbols=7']"])
+    with pytest.raises(UserError, match=r"has model\.heads=1"):
+        expand([*TINY, "trainer.steps=0", "parent=['trainer.steps=3','model.heads=1']"])
+    with pytest.raises(UserError, match="another study"):
+        expand([*TINY, "trainer.steps=0", "parent=['trainer.steps=3','study=other']"])
     with pytest.raises(UserError, match="give one"):
         expand([*TINY, "start=abc", PARENT])
 
@@ -177,6 +183,29 @@ def test_test_sets_are_counted_in_the_unit_and_not_in_the_new_length(trained):
     longer = [*words, f"start='{parent.run_id}'", "task.length=32", "evaluation.unit=16", "trainer.steps=1"]
     result = run_job(single(longer).config)
     assert {name for name in result["metrics"] if name.endswith("perplexity")} == {f"test/length/{n}/perplexity" for n in (16, 32)}
+
+
+def test_what_a_run_was_trained_on_is_the_unit_of_what_starts_from_it(trained):
+    words, parent = trained
+    assert single([*words, f"start='{parent.run_id}'", "task.length=32"]).config["evaluation"]["unit"] == 16
+    child = expand([*TINY, PARENT, "trainer.steps=0", "task.length=32"]).jobs[-1]
+    assert child.config["start"] and child.config["evaluation"]["unit"] == 16
+
+
+def test_a_run_that_was_only_tested_can_be_started_from(trained):
+    words, parent = trained
+    tested = single([*words, f"start='{parent.run_id}'", "trainer.steps=0", "seed=21"])
+    run_job(tested.config)
+    again = run_job(single([*words, f"start='{tested.run_id}'", "trainer.steps=0", "seed=22"]).config)
+    assert again["metrics"] == result_of(tested)["metrics"]
+
+
+def test_a_gate_that_cannot_be_judged_is_refused(tmp_path):
+    words = [*TINY, f"runs_dir={tmp_path}", "study=s"]
+    parent = single([*words, "trainer.steps=1", "evaluation.multiples=[2]"])
+    run_job(parent.config)
+    with pytest.raises(UserError, match="where it was not tested"):
+        prepare(single([*words, f"start='{parent.run_id}'", "trainer.steps=0", "evaluation.gate=0.9"]).config)
 
 
 SEARCH = ["position=longrope", "position.trained_length=16", "position.factor=2", "trainer.steps=0"]

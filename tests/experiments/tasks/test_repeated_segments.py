@@ -13,7 +13,12 @@ from registry import tasks
 def segmented():
     return st.builds(
         lambda symbols, shortest, more, lead, copied: RepeatedSegments(
-            length=8 * shortest, symbols=symbols, shortest=shortest, longest=shortest + more, lead=min(lead, shortest - 1), copied=copied
+            length=8 * shortest + 2 * more,
+            symbols=symbols,
+            shortest=shortest,
+            longest=shortest + more,
+            lead=min(lead, shortest - 1),
+            copied=copied,
         ),
         st.integers(2, 40),
         st.integers(2, 9),
@@ -26,7 +31,7 @@ def segmented():
 @settings(max_examples=60, deadline=None)
 @given(task=segmented(), length=st.integers(18, 90), start=st.integers(0, 10**6))
 def test_a_scored_token_is_told_by_what_followed_its_lead_each_time_before(task, length, start):
-    length = max(length, 2 * task.shortest)
+    length = max(length, 2 * task.longest)
     tokens, targets, meta = task.batch("test", length, start, 3)
     for row in range(3):
         text = tokens[row].tolist()
@@ -90,7 +95,7 @@ def test_with_reach_the_oracle_reads_answer_and_lead_in_sight_and_nothing_else()
         ({"lead": 0}, "0 < lead < shortest"),
         ({"lead": 8}, "0 < lead < shortest"),
         ({"longest": 7}, "shortest <= longest"),
-        ({"length": 15}, "length >= 2 \\* shortest = 16"),
+        ({"length": 37}, "length >= 2 \\* longest = 38"),
     ],
 )
 def test_options_without_meaning_are_refused(options, said):
