@@ -12,7 +12,7 @@ import yaml
 from registry import UserError
 
 #: Words that Hydra reads as themselves; everything else is quoted.
-BARE = re.compile(r"[A-Za-z_][\w.-]*(?:/[\w.-]+)*")
+BARE = re.compile(r"[A-Za-z_][\w.-]*(?:/[\w.-]+)*", re.ASCII)
 RESERVED = ("null", "true", "false", "nan", "inf")
 
 

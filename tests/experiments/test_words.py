@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from experiments.config import REGISTRIES, SCHEMAS, parse, resolve
@@ -26,6 +26,7 @@ def unquoted(value):
 
 @settings(max_examples=300, deadline=None)
 @given(value=PLAIN)
+@example(value="A²")  # a word character to Python, none to Hydra's lexer
 def test_any_plain_value_is_read_as_it_was_spelled(value):
     (override,) = parse([f"runs_dir={spell(value)}"])
     assert unquoted(override.value()) == value
