@@ -192,8 +192,9 @@ def build(config: Mapping[str, Any], vocab_size: int) -> Decoder:
     for layer, spec in enumerate(mixer_specs(config)):
         positioned = not embeds and model.position_layers[layer % len(model.position_layers)]
         arguments = dict(spec, position=config["position"] if positioned else None)
-        if arguments.get("layer") is None and "layer" in _options(spec["name"]):
-            arguments["layer"] = layer  # a variant that differs from layer to layer is told which one it is
+        for option, told in (("layer", layer), ("layers", model.layers)):
+            if arguments.get(option) is None and option in _options(spec["name"]):
+                arguments[option] = told  # a variant that differs from layer to layer is told which one of how many it is
         mixers.append(registry.variants.build(arguments.pop("name"), dim=model.dim, heads=model.heads, **arguments))
     position = (
         registry.positions.resolve(config["position"], head_dim=model.dim // model.heads, heads=model.heads, dim=model.dim)

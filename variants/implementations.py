@@ -33,6 +33,7 @@ class Package(NamedTuple):
 #: Every other name (`reference`, `torch`, `sdpa`) needs torch alone, on any device.
 PACKAGES = {
     "flash_attn": Package("flash_attn", extra="cuda", cuda=True),
+    "fla": Package("fla.ops.simple_gla", extra="cuda", cuda=True),
     "flex": Package(None, extra="", cuda=True),  # torch has it, but on a CPU it gives no gradients
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -15,19 +16,32 @@ from variants.ops import conv
 
 
 class Projections(nn.Module):
-    """x (batch, time, dim) -> q (batch, heads, time, head_dim), k and v (batch, kv_heads, time, head_dim), and the heads' output back to x.
+    """x (batch, time, dim) -> q (batch, heads, time, head_dim), k and v (batch, kv_heads, time, their width); the heads' output back to x.
 
-    short_conv: width of a depthwise convolution over time on q, k and v; 0 for none. It has no bias and no activation.
+    value_dim: width of a head's values (default: head_dim). short_conv: width of a depthwise convolution over time on q, k and v, without
+    bias; 0 for none. activation: what q, k and v pass after it.
     """
 
-    def __init__(self, dim: int, heads: int, kv_heads: int, head_dim: int, *, short_conv: int = 0, causal: bool = True):
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        value_dim: int | None = None,
+        short_conv: int = 0,
+        activation: Callable[[Tensor], Tensor] | None = None,
+        causal: bool = True,
+    ):
         super().__init__()
         if short_conv < 0:
             raise ValueError(f"short_conv must be 0 (off) or a width; got {short_conv}")
-        self.widths = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
-        self.head_dim, self.short_conv, self.causal = head_dim, short_conv, causal
+        self.head_dim, self.value_dim = head_dim, head_dim if value_dim is None else value_dim
+        self.widths = (heads * head_dim, kv_heads * head_dim, kv_heads * self.value_dim)
+        self.short_conv, self.activation, self.causal = short_conv, activation, causal
         self.inward = nn.Linear(dim, sum(self.widths), bias=False)
-        self.outward = nn.Linear(heads * head_dim, dim, bias=False)
+        self.outward = nn.Linear(heads * self.value_dim, dim, bias=False)
         self.taps = nn.Parameter(torch.empty(sum(self.widths), short_conv)) if short_conv else None
         self.reset_parameters()
 
@@ -53,13 +67,16 @@ class Projections(nn.Module):
             if past is not None:
                 parts["taps"] = newest(torch.cat([past, channels], dim=1), past.shape[1], context.valid)
             channels = conv.short_convolution(channels, self.taps, taps=past, before=before, after=after, causal=self.causal)
-        apart = "batch time (heads head_dim) -> batch heads time head_dim"
-        q, k, v = (rearrange(part, apart, head_dim=self.head_dim) for part in channels.split(self.widths, dim=-1))
-        return q, k, v, parts
+        if self.activation is not None:
+            channels = self.activation(channels)
+        queries, keys, values = channels.split(self.widths, dim=-1)
+        apart = "batch time (heads width) -> batch heads time width"
+        q, k = (rearrange(part, apart, width=self.head_dim) for part in (queries, keys))
+        return q, k, rearrange(values, apart, width=self.value_dim), parts
 
-    def back(self, y: Float[Tensor, "batch heads time head_dim"]) -> Float[Tensor, "batch time dim"]:
+    def back(self, y: Float[Tensor, "batch heads time value_dim"]) -> Float[Tensor, "batch time dim"]:
         """The heads' outputs, side by side, back to the model's width."""
-        return cast(Tensor, self.outward(rearrange(y, "batch heads time head_dim -> batch time (heads head_dim)")))
+        return cast(Tensor, self.outward(rearrange(y, "batch heads time value_dim -> batch time (heads value_dim)")))
 
     def init_parts(self, batch: int, **like: Any) -> dict[str, Tensor]:
         """The convolution's last inputs, if there is one."""

@@ -1,4 +1,4 @@
-"""The numerical cores: softmax attention in tiles of our own and through torch's fused kernels, against torch and public peers.
+"""The numerical cores: softmax attention in tiles of our own and through torch's fused kernels, recurrences, and their public peers.
 
 Every candidate is verified against the mathematics line by line, taken over blocks of queries. A baseline may compute less than its group
 does (a window against causal attention, say): it shows what the feature costs, and is verified against the mathematics of what it does.
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, scaled_dot_product_attention
 
-from experiments.bench import peers
+from experiments.bench import peers, recurrent
 from experiments.bench.candidate import Candidate, Group, Notes, Point, Timing, measure, metered, work
 from experiments.bench.sizes import Sizes
 from registry import UserError, nearest
@@ -25,6 +25,8 @@ from variants.ops.attention import Fade, Sight
 MODES = ("forward", "train")
 #: Queries in a block of the oracle.
 BLOCK = 512
+#: The candidates whose memory is metered.
+OURS = ("tiles", "chunks")
 
 
 Build = Callable[[Sizes, int], Group]
@@ -38,21 +40,21 @@ def run(
         if name not in GROUPS:
             raise UserError(f"--only: no group {name!r} at core level.{nearest(name, GROUPS)}")
     for name in only or GROUPS:
-        build, length, weighed = GROUPS[name]
-        for timed in lengths or (length,):
-            yield from measure("core", build(sizes, timed), modes, repeats, notes)
+        workload = GROUPS[name]
+        for timed in lengths or (workload.length,):
+            yield from measure("core", workload.build(sizes, timed), modes, repeats, notes)
         if not lengths:
-            yield from memory(name, build, sizes, modes, weighed)
+            yield from memory(name, workload, sizes, modes)
 
 
-def memory(name: str, build: Build, sizes: Sizes, modes: Sequence[str], lengths: Sequence[int]) -> Iterator[Point]:
-    """What the tiles need besides inputs and outputs, for one head, since they take heads one after another."""
+def memory(name: str, workload: Workload, sizes: Sizes, modes: Sequence[str]) -> Iterator[Point]:
+    """What our own core needs besides inputs and outputs, for one head, since tiles take heads one after another."""
     for mode in modes:
-        for length in lengths:
-            group = build(Sizes(batch=1, heads=1, head_dim=sizes.head_dim, window=sizes.window), length)
-            tiles = next(candidate for candidate in group.candidates if candidate.name == "tiles")
-            _, value = metered(work(tiles, mode))
-            yield Point("core", f"{name}, one head", tiles.name, mode, "peak_bytes", length, value)
+        for length in workload.weighed:
+            group = workload.build(Sizes(batch=1, heads=1, head_dim=sizes.head_dim, window=sizes.window), length)
+            ours = next(candidate for candidate in group.candidates if candidate.name in OURS)
+            _, value = metered(work(ours, mode))
+            yield Point("core", f"{name}, one head", ours.name, mode, "peak_bytes", length, value)
 
 
 def oracle(
@@ -191,7 +193,7 @@ def mla(sizes: Sizes, length: int) -> Group:
 
 
 class Workload(NamedTuple):
-    """A group, the length at which it is timed, and those at which the memory of its tiles is metered."""
+    """A group, the length at which it is timed, and those at which the memory of our core is metered."""
 
     build: Build
     length: int
@@ -205,6 +207,11 @@ GROUPS = {
     "fade": Workload(fade, 4096),
     "wide_values": Workload(wide_values, 4096),
     "mla": Workload(mla, 4096),
+    "scalar_decay": Workload(recurrent.scalar_decay, 2048, (8192, 16384, 32768)),
+    "channel_decay": Workload(recurrent.channel_decay, 8192, (8192, 16384, 32768)),
+    "delta": Workload(recurrent.delta_rule, 8192, (8192, 16384, 32768)),
+    "gated_delta": Workload(recurrent.gated_delta, 4096, (8192, 16384, 32768)),
+    "channel_delta": Workload(recurrent.channel_delta, 8192, (8192, 16384, 32768)),
 }
 
 

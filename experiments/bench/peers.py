@@ -47,3 +47,19 @@ def local_attention(window: int) -> Callable[..., Tensor]:
         window_size=window, causal=True, look_backward=1, exact_windowsize=True, use_rotary_pos_emb=False, autopad=True
     )
     return layer
+
+
+def transformers_delta(model: str, function: str) -> Callable[..., Tensor]:
+    """The chunked torch path of a delta rule in transformers, on q, k, v, beta and log-decays in our layout. It scales q itself.
+
+    Raises Missing.
+    """
+    path = getattr(package(f"transformers.models.{model}.modeling_{model}", "transformers"), function)
+    path = getattr(path, "__wrapped__", path)  # without what would look for a kernel first
+
+    def call(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor) -> Tensor:
+        q, k, v, beta, log_decay = (x.transpose(1, 2) for x in (q * q.shape[-1] ** 0.5, k, v, beta, log_decay))
+        o: Tensor = path(q, k, v, log_decay, beta, initial_state=None, output_final_state=False)[0]
+        return o.transpose(1, 2)
+
+    return call

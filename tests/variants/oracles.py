@@ -77,6 +77,39 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> Tensor:
     return torch.einsum("bhid,bhjd,bhje,bgij->bhie", q, k, v, sees.to(q.dtype))
 
 
+def fading(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, sees: Tensor) -> Tensor:
+    """sum_j sum_c q_ic k_jc exp(log-decays of channel c after j up to i) v_j over the keys seen, all pairs written out."""
+    total = by_channel(log_decay, k).cumsum(2)
+    between = (total.unsqueeze(3) - total.unsqueeze(2)).masked_fill(~sees.unsqueeze(-1), -math.inf)
+    return torch.einsum("bhic,bhjc,bhijc,bhje->bhie", q, k, between.exp(), v)
+
+
+def by_channel(log_decay: Tensor, k: Tensor) -> Tensor:
+    """One number for each channel of each key."""
+    return log_decay.unsqueeze(-1).expand_as(k) if log_decay.ndim == 3 else log_decay
+
+
+def transitions(k: Tensor, beta: Tensor, log_decay: Tensor) -> list[Tensor]:
+    """(I - beta k^T k) diag(decay) of each token: (batch, heads, key_dim, key_dim)."""
+    identity = torch.eye(k.shape[-1], dtype=k.dtype)
+    erase = identity - beta[..., None, None] * k.unsqueeze(-1) * k.unsqueeze(-2)
+    return list((erase * by_channel(log_decay, k).exp().unsqueeze(-2)).unbind(2))
+
+
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, sees: Tensor) -> Tensor:
+    """sum_j q_i (transitions after j up to i) beta_j k_j^T v_j over the keys seen, each product of matrices by itself."""
+    steps, rows = transitions(k, beta, log_decay), []
+    for i in range(q.shape[2]):
+        row: Tensor | float = 0.0
+        for j in range(i + 1):
+            written = beta[:, :, j, None, None] * k[:, :, j, :, None] * v[:, :, j, None, :]
+            for step in steps[j + 1 : i + 1]:
+                written = step @ written
+            row = row + sees[:, :, i, j, None, None] * (q[:, :, i, None, :] @ written)
+        rows.append(row)
+    return torch.cat(rows, dim=2)
+
+
 def rotated(x: Sequence[float], position: float, base: float, layout: str) -> list[float]:
     """One vector, its pairs turned as complex numbers."""
     width = len(x)
@@ -91,7 +124,7 @@ def rotated(x: Sequence[float], position: float, base: float, layout: str) -> li
 def same_gradients(got: Tensor, expected: Tensor, inputs: Sequence[Tensor], atol: float = 1e-9) -> None:
     """The gradients of one random weighting of both."""
     weighting = torch.randn(got.shape, generator=torch.Generator().manual_seed(7), dtype=got.dtype)
-    mine = torch.autograd.grad((got * weighting).sum(), inputs, retain_graph=True)
-    theirs = torch.autograd.grad((expected * weighting).sum(), inputs, retain_graph=True)
+    mine = torch.autograd.grad((got * weighting).sum(), inputs, retain_graph=True, materialize_grads=True)
+    theirs = torch.autograd.grad((expected * weighting).sum(), inputs, retain_graph=True, materialize_grads=True)
     for a, b in zip(mine, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=atol)

@@ -58,7 +58,7 @@ def _expect_agreement(subject: Subject, usable: Mapping[str, Mixer], time: int, 
         for impl, mixer in usable.items():
             if impl != first:
                 _expect_same(_results(mixer, x.float(), pieces), expected, f"{how}: {impl} differs from {first}", FP32_BOUND)
-        once = _results(_nudged(usable[first]), _nudge(x.float()), pieces) if rounded else {}
+        once = _results(nudged(usable[first]), _nudge(x.float()), pieces) if rounded else {}
         for impl, mixer in rounded.items():
             against = f"{impl} differs from {first} in fp32"
             _expect_same(_results(mixer, x, pieces), expected, f"{how}, bf16: {against}", BF16_BOUND, once)
@@ -124,8 +124,8 @@ def _nudge(x: Tensor) -> Tensor:
     return x * (1 + 2.0**-8 * (torch.rand(x.shape, generator=generator, dtype=x.dtype) - 0.5))
 
 
-def _nudged(mixer: Mixer) -> Mixer:
-    """The same with nudged parameters."""
+def nudged(mixer: Mixer) -> Mixer:
+    """The same with every parameter moved by up to half of what bf16 keeps of it, as a rounding may."""
     moved = copy.deepcopy(mixer)
     with torch.no_grad():
         for parameter in moved.parameters():

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from registry import options, variants
+from variants.conformance.agreement import nudged
 from variants.conformance.basics import trained
 from variants.conformance.caching import WITHIN, cached_mixer
 from variants.conformance.gradients import backward, expect_same_gradients, leaves, started
@@ -23,6 +24,9 @@ from variants.contract import Context, Mixer, MixerOutput, NotApplicable, State
 
 #: bf16 keeps 4e-3 of each parameter, and an output is a product of several of them.
 CAST_BOUND = 2e-2
+#: A norm over a head that reads almost nothing makes more of a rounding: so many times what other roundings of the parameters change is
+#: allowed in any case.
+ROUNDINGS = 4
 
 Call = Callable[[Tensor, Context | None, State | None], MixerOutput]
 
@@ -51,15 +55,18 @@ def a_saved_state_dict_restores_every_output(subject: Subject) -> str:
 
 @torch.no_grad()
 def casting_to_bf16_and_back_loses_only_rounding(subject: Subject) -> str:
-    """The outputs are close afterwards, and once the parameters are restored they are the same bitwise: no table was rounded for good."""
+    """The outputs are as close as other roundings of the parameters leave them, and the same bitwise with the parameters restored.
+
+    So no table was rounded for good.
+    """
     mixer = subject.build()
     x = tokens(2, subject.longest, mixer.dim)
     expected = mixer(x).y
     cast = copy.deepcopy(mixer).to(torch.bfloat16).to(torch.float64)
     size = expected.abs().max().clamp(min=torch.finfo(expected.dtype).tiny)
-    expect_close(
-        cast(x).y / size, expected / size, f"{subject.longest} tokens: after a cast to bf16 and back the outputs differ", CAST_BOUND
-    )
+    moved = difference(nudged(mixer)(x).y / size, expected / size)
+    bound = max(CAST_BOUND, ROUNDINGS * moved)
+    expect_close(cast(x).y / size, expected / size, f"{subject.longest} tokens: after a cast to bf16 and back the outputs differ", bound)
     cast.load_state_dict(mixer.state_dict())
     restored = cast(x).y
     if changed(restored, expected).any():
@@ -67,7 +74,7 @@ def casting_to_bf16_and_back_loses_only_rounding(subject: Subject) -> str:
             f"{subject.longest} tokens: after a cast to bf16 and back, with every parameter restored, the outputs differ "
             f"by {difference(restored, expected):.2g}: something outside the state_dict was rounded"
         )
-    return f"{subject.longest} tokens; within {CAST_BOUND:.0e}, and bitwise with the parameters restored"
+    return f"{subject.longest} tokens; within {bound:.0e}, and bitwise with the parameters restored"
 
 
 @torch.no_grad()

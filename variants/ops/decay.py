@@ -1,77 +1,96 @@
-"""Linear attention in chunks. Time O(T), memory O(T), state (key_dim, value_dim) a head.
+"""Linear attention that forgets, in chunks. Time O(T), memory O(T), state (key_dim, value_dim) a head.
 
-    S_t = S_{t-1} + k_t^T v_t        o_t = q_t S_t
+    S_t = diag(a_t) S_{t-1} + k_t^T v_t        o_t = q_t S_t        a_t = exp(log_decay_t), one number a token or one a channel
+
+With a bonus u, a query reads before its own token's decay, and weighs its own token apart (RWKV-6):
+
+    o_t = q_t (S_{t-1} + diag(u) k_t^T v_t)
 
 Inside a chunk the products are those of attention without softmax; chunks meet only in the state that one hands to the next:
 
-    o = q S_entering + tril(q k^T) v        S_leaving = S_entering + k^T v
-
-Four places know that nothing is forgotten but at a segment's start: what of a query meets the entering state, what of a key reaches the
-leaving one, how much of the state survives a chunk, and the mask inside a chunk. A decay is four factors there.
+    o = (q left of the start) S_entering + (q k^T left of the keys) v        S_leaving = (left of it) S_entering + (k left at the end)^T v
 
 Computed in fp32 or better whatever the input's dtype, also under autocast: a running sum in bf16 stops growing after a few hundred tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from variants.ops import blocks
+from variants.ops.chunks import LOWEST, Left, cut, power_of_two
 from variants.ops.precision import without_autocast
 
+#: Tokens whose inside is alive at once; fewer make products too small, more fall out of the caches.
+BLOCK = 512
 
-def linear_attention(
+
+def gated_linear_attention(
     q: Float[Tensor, "batch heads time key_dim"],
     k: Float[Tensor, "batch heads time key_dim"],
     v: Float[Tensor, "batch heads time value_dim"],
+    log_decay: Float[Tensor, "batch heads time *key_dim"] | None = None,
     *,
+    bonus: Float[Tensor, "heads key_dim"] | None = None,
     before: Int[Tensor, "batch time"] | None = None,
     initial: Float[Tensor, "batch heads key_dim value_dim"] | None = None,
     chunk: int = 64,
 ) -> tuple[Float[Tensor, "batch heads time value_dim"], Float[Tensor, "batch heads key_dim value_dim"]]:
-    """The same as `reference.linear_attention`, for any length and any chunk >= 1: (o, last S), both in fp32 or better."""
-    time, chunk = q.shape[2], min(chunk, q.shape[2])
+    """(o, last S), both in fp32 or better: the same as `reference.gated_linear_attention`, for any length.
+
+    log_decay: <= 0; None forgets nothing. before: tokens of its own segment before each token, 0 where S starts again from 0. chunk: tokens
+    handled by one matrix product, rounded up to a power of two.
+    """
     dtype = torch.promote_types(q.dtype, torch.float32)
     with without_autocast(q):
-        q, k, v = (_chunks(x.to(dtype), chunk) for x in (q, k, v))
-        segments = None if before is None else _Segments(_longer(before, q.shape[2] * chunk), chunk)
-        leaving = (k if segments is None else k * segments.reaches_end).transpose(-2, -1) @ v
-        state = torch.zeros_like(leaving[:, :, 0]) if initial is None else initial.to(dtype)
-        entering = []
-        # Unbound, because the gradient of one slice is as large as all of them.
-        for n, added in enumerate(leaving.unbind(2)):
-            entering.append(state)
-            state = added + (state if segments is None else state * segments.survives[:, :, n])
-        scores = q @ k.transpose(-2, -1)
-        scores = scores.tril() if segments is None else scores * segments.inside
-        o = scores @ v + (q if segments is None else q * segments.meets_state) @ torch.stack(entering, dim=2)
+        q, k, v = (x.to(dtype) for x in (q, k, v))
+        if log_decay is not None:
+            log_decay = log_decay.to(dtype).unsqueeze(-1) if log_decay.ndim == 3 else log_decay.to(dtype)
+        state = q.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1]) if initial is None else initial.to(dtype)
+        bonus = None if bonus is None else bonus.to(dtype)
+        timed = (q, k, v, log_decay, None if before is None else before.unsqueeze(1))
+        if q.shape[2] == 1:
+            return _step(state, timed, (bonus,))
+        chunk = power_of_two(min(chunk, q.shape[2]))
+        o, last = blocks.run(partial(_block, chunk=chunk), state, timed, (bonus,), size=max(BLOCK, chunk))
+    return o, last
+
+
+def _block(
+    state: Tensor, timed: Sequence[Tensor | None], fixed: Sequence[Tensor | None], *, chunk: int
+) -> tuple[Float[Tensor, "batch heads time value_dim"], Float[Tensor, "batch heads key_dim value_dim"]]:
+    """Some chunks, all at once but for the states that they hand on."""
+    q, k, v, log_decay, before = timed
+    (bonus,) = fixed
+    assert q is not None and k is not None and v is not None
+    time = q.shape[2]
+    q, k, v = (cut(x, chunk) for x in (q, k, v))
+    left = Left(log_decay, before, chunk, q.dtype, exclusive=bonus is not None)
+    (scores,) = left.products([q], k, bonus)
+    added = (left.at_end(k).transpose(-2, -1) @ v).unbind(2)
+    kept = left.of_state()
+    entering = []
+    for n, more in enumerate(added):
+        entering.append(state)
+        state = state + more if kept is None else torch.addcmul(more, state, kept[n])
+    o = scores @ v + left.of_start(q) @ torch.stack(entering, dim=2)
     return o.flatten(2, 3)[:, :, :time], state
 
 
-class _Segments:
-    """The four factors, 0 or 1, of tokens that have `before` tokens of their segment before them; each (batch, 1, chunks, ...)."""
-
-    def __init__(self, before: Int[Tensor, "batch time"], chunk: int):
-        before = before.reshape(len(before), 1, -1, chunk)
-        index = torch.arange(chunk, device=before.device)
-        distance = index[:, None] - index
-        last = before[..., -1:]
-        self.meets_state = (before > index).unsqueeze(-1)
-        self.reaches_end = (chunk - 1 - index <= last).unsqueeze(-1)
-        self.survives = (last >= chunk).unsqueeze(-1)
-        self.inside = (distance >= 0) & (distance <= before.unsqueeze(-1))
-
-
-def _chunks(x: Float[Tensor, "batch heads time d"], chunk: int) -> Float[Tensor, "batch heads chunks chunk d"]:
-    """x cut into chunks, the last one filled up with zeros, which add nothing to any sum."""
-    missing = -x.shape[2] % chunk
-    if missing:
-        x = torch.nn.functional.pad(x, (0, 0, 0, missing))
-    return x.reshape(*x.shape[:2], -1, chunk, x.shape[-1])
-
-
-def _longer(before: Int[Tensor, "batch time"], time: int) -> Int[Tensor, "batch longer"]:
-    """`before` counted on up to `time` tokens: what fills up the last chunk starts no segment."""
-    more = torch.arange(1, time - before.shape[1] + 1, device=before.device)
-    return torch.cat([before, before[:, -1:] + more], dim=1)
+def _step(
+    state: Tensor, timed: Sequence[Tensor | None], fixed: Sequence[Tensor | None]
+) -> tuple[Float[Tensor, "batch heads time value_dim"], Float[Tensor, "batch heads key_dim value_dim"]]:
+    """One token, as in decoding."""
+    q, k, v, log_decay, before = timed
+    (bonus,) = fixed
+    assert q is not None and k is not None and v is not None
+    if before is not None:
+        state = state * (before != 0).unsqueeze(-1)
+    own = k.transpose(-2, -1) * v
+    last = own + (state if log_decay is None else state * log_decay.clamp(min=LOWEST).exp().transpose(-2, -1))
+    return q @ (last if bonus is None else state + bonus.unsqueeze(-1) * own), last

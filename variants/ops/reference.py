@@ -55,24 +55,67 @@ def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Float[Tensor, 
     return attend(q, k, v, **options).y
 
 
-def linear_attention(
+def gated_linear_attention(
     q: Float[Tensor, "batch heads time key_dim"],
     k: Float[Tensor, "batch heads time key_dim"],
     v: Float[Tensor, "batch heads time value_dim"],
+    log_decay: Float[Tensor, "batch heads time *key_dim"] | None = None,
     *,
+    bonus: Float[Tensor, "heads key_dim"] | None = None,
     before: Int[Tensor, "batch time"] | None = None,
     initial: Float[Tensor, "batch heads key_dim value_dim"] | None = None,
 ) -> tuple[Float[Tensor, "batch heads time value_dim"], Float[Tensor, "batch heads key_dim value_dim"]]:
-    """S_t = S_{t-1} + k_t^T v_t, o_t = q_t S_t, starting from `initial` (default 0) and again from 0 where `before` is 0: (o, last S).
+    """S_t = diag(exp(log_decay_t)) S_{t-1} + k_t^T v_t, o_t = q_t S_t: (o, last S).
 
-    In fp32 or better, whatever the inputs are in.
+    With a bonus u, o_t = q_t (S_{t-1} + diag(u) k_t^T v_t). S starts from `initial` (default 0) and again from 0 where `before` is 0. In
+    fp32 or better, whatever the inputs are in.
     """
-    q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
-    state = q.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1]) if initial is None else initial
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    decay = None if log_decay is None else _by_channel(log_decay.to(dtype)).exp()
+    state = q.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1]) if initial is None else initial.to(dtype)
     outputs = []
     for t in range(q.shape[2]):
         if before is not None:
             state = state.masked_fill((before[:, t] == 0)[:, None, None, None], 0)
-        state = state + k[:, :, t, :, None] * v[:, :, t, None, :]
+        own = k[:, :, t, :, None] * v[:, :, t, None, :]
+        read = None if bonus is None else state + bonus.to(dtype)[:, :, None] * own
+        state = (state if decay is None else decay[:, :, t, :, None] * state) + own
+        outputs.append((q[:, :, t, None, :] @ (state if read is None else read)).squeeze(-2))
+    return torch.stack(outputs, dim=2), state
+
+
+def delta_rule(
+    q: Float[Tensor, "batch heads time key_dim"],
+    k: Float[Tensor, "batch heads time key_dim"],
+    v: Float[Tensor, "batch heads time value_dim"],
+    beta: Float[Tensor, "batch heads time"],
+    log_decay: Float[Tensor, "batch heads time *key_dim"] | None = None,
+    *,
+    before: Int[Tensor, "batch time"] | None = None,
+    initial: Float[Tensor, "batch heads key_dim value_dim"] | None = None,
+) -> tuple[Float[Tensor, "batch heads time value_dim"], Float[Tensor, "batch heads key_dim value_dim"]]:
+    """S_t = (I - beta_t k_t^T k_t) diag(exp(log_decay_t)) S_{t-1} + beta_t k_t^T v_t, o_t = q_t S_t: (o, last S).
+
+    S starts from `initial` (default 0) and again from 0 where `before` is 0. In fp32 or better, whatever the inputs are in.
+    """
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    q, k, v, beta = (x.to(dtype) for x in (q, k, v, beta))
+    decay = None if log_decay is None else _by_channel(log_decay.to(dtype)).exp()
+    state = q.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1]) if initial is None else initial.to(dtype)
+    outputs = []
+    for t in range(q.shape[2]):
+        if before is not None:
+            state = state.masked_fill((before[:, t] == 0)[:, None, None, None], 0)
+        if decay is not None:
+            state = decay[:, :, t, :, None] * state
+        key = k[:, :, t, None, :]
+        found = key @ state
+        state = state + beta[:, :, t, None, None] * key.transpose(-2, -1) @ (v[:, :, t, None, :] - found)
         outputs.append((q[:, :, t, None, :] @ state).squeeze(-2))
     return torch.stack(outputs, dim=2), state
+
+
+def _by_channel(log_decay: Tensor) -> Tensor:
+    """(batch, heads, time, 1 or key_dim)."""
+    return log_decay.unsqueeze(-1) if log_decay.ndim == 3 else log_decay

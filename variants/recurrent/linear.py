@@ -5,7 +5,11 @@
 Katharopoulos et al. 2020, "Transformers are RNNs", section 3, with phi(x) = elu(x) + 1. With norm="rms" the division gives way to a
 per-head RMS norm, as in Qin et al. 2022, "The Devil in Linear Transformer". A rotary scheme turns the features in the numerator only (Su
 et al. 2021, "RoFormer", equation 19): turned features may be negative, and below the line their sum could cross zero. Time O(T), memory
-O(T), state head_dim * head_dim and, for the division, head_dim numbers a head.
+O(T), state feature_dim * value_dim and, for the division, feature_dim numbers a head.
+
+Taylor features, of Arora et al. 2024, "Simple linear attention language models balance the recall-throughput tradeoff" (Based), give
+phi(q) . phi(k) = 1 + s + s^2 / 2 with s = q . k / sqrt(head_dim), the exponential up to its second order, positive whatever q and k: a
+rotary scheme turns q and k themselves. A head then has 1 + head_dim + head_dim^2 features, of narrow queries and keys.
 """
 
 from __future__ import annotations
@@ -20,18 +24,23 @@ from torch import Tensor, nn
 from registry import variants
 from variants import implementations
 from variants.contract import Context, Mixer, NotApplicable, State, extent
-from variants.ops import decay, reference
 from variants.projections import Projections
+from variants.recurrent.layer import DECAY, empty_matrix, pairs
+
+#: Width of queries and keys before Taylor features, unless told otherwise.
+NARROW = 16
 
 
-@variants.register("linear", time="T", state="1", hooks=("rotate",), implementations=("torch", "reference"))
+@variants.register("linear", time="T", state="1", hooks=("rotate",), implementations=("fla", "torch", "reference"))
 class Linear(Mixer):
     """Linear attention: a running sum of key-value products, read by the query. Under a rotary scheme its rows no longer sum to one.
 
     Options:
-        feature_map: phi, made of positive numbers: `elu` (elu + 1), `relu`, or `softmax` over a head's channels.
+        feature_map: phi: `elu` (elu + 1), `relu`, `softmax` over a head's channels, or `taylor`, the exponential up to its second order.
         norm: what bounds the output: `sum` divides by the row's sum, `rms` normalises each head's output.
         chunk: tokens handled by one matrix product.
+        head_dim: width of a head's queries and keys (default: dim / heads; 16 at most for Taylor features).
+        value_dim: width of a head's values (default: dim / heads, or as `head_dim` where that is given).
         short_conv: width of a depthwise convolution over time on q, k and v (0: none).
         impl: which implementation runs; `auto` takes the fastest that is usable.
     """
@@ -46,24 +55,35 @@ class Linear(Mixer):
         heads: int,
         position: Any = None,
         *,
-        feature_map: Literal["elu", "relu", "softmax"] = "elu",
+        feature_map: Literal["elu", "relu", "softmax", "taylor"] = "elu",
         norm: Literal["sum", "rms"] = "sum",
+        head_dim: int | None = None,
+        value_dim: int | None = None,
         chunk: int = 64,
         short_conv: int = 0,
         impl: str = "auto",
         **options: Any,
     ):
-        super().__init__(dim, heads, position, **options)
+        if head_dim is None and feature_map == "taylor" and heads > 0 and dim % heads == 0:
+            head_dim, value_dim = min(NARROW, dim // heads), dim // heads if value_dim is None else value_dim
+        super().__init__(dim, heads, position, head_dim=head_dim, **options)
         if self.position is not None and self.position.length_dependent:
             raise NotApplicable("Linear sums its keys up, and cannot turn them again when the length changes their frequencies")
         if chunk < 1:
             raise ValueError(f"Linear: chunk must be at least 1; got {chunk}")
+        if value_dim is not None and value_dim < 1:
+            raise ValueError(f"Linear: value_dim must be positive; got {value_dim}")
         self.feature_map, self.chunk = feature_map, chunk
+        self.value_dim = self.head_dim if value_dim is None else value_dim
+        self.expanded = feature_map == "taylor"
+        self.feature_dim = 1 + self.head_dim + self.head_dim**2 if self.expanded else self.head_dim
         self.implementation = implementations.choose("Linear", impl, self.implementations)
-        self.turned = self.position is not None and "rotate" in self.position.hooks
+        self.turned = self.position is not None and "rotate" in self.position.hooks and not self.expanded
         self.normalises_rows = norm == "sum" and not self.turned
-        self.projections = Projections(dim, heads, heads, self.head_dim, short_conv=short_conv, causal=self.causal)
-        self.rms = nn.RMSNorm(self.head_dim, eps=1e-5) if norm == "rms" else None
+        self.projections = Projections(
+            dim, heads, heads, self.head_dim, value_dim=self.value_dim, short_conv=short_conv, causal=self.causal
+        )
+        self.rms = nn.RMSNorm(self.value_dim, eps=1e-5) if norm == "rms" else None
 
     def mix(
         self, x: Float[Tensor, "batch time dim"], context: Context, state: State | None
@@ -71,13 +91,15 @@ class Linear(Mixer):
         """Project, map to features, sum, read, normalise, project back."""
         before, after = extent(x, context, state, self.causal)
         q, k, v, parts = self.projections(x, context, state, before, after)
+        positions = context.positions
+        assert positions is not None
+        if self.expanded:
+            q, k = self.rotate(q, k, positions, positions)
         q, k = FEATURE_MAPS[self.feature_map](q), FEATURE_MAPS[self.feature_map](k)
         if context.valid is not None:  # the feature of nothing is not 0
             k = k.masked_fill(~context.valid[:, None, :, None], 0)
         matrix, normaliser = (None, None) if state is None else (state["matrix"], state.get("normaliser"))
-        positions = context.positions
-        assert positions is not None
-        turned = self.rotate(q, k, positions, positions)
+        turned = (q, k) if self.expanded else self.rotate(q, k, positions, positions)
         if self.rms is not None:
             y, matrix = self.sum(*turned, v, before=before, after=after, initial=matrix)
             y = self.rms(y.to(x.dtype))
@@ -89,8 +111,8 @@ class Linear(Mixer):
             # The denominator is what a value of 1 would give: one more column.
             initial = None if matrix is None or normaliser is None else torch.cat([matrix, normaliser], dim=-1)
             y, last = self.sum(q, k, nn.functional.pad(v, (0, 1), value=1.0), before=before, after=after, initial=initial)
-            matrix, normaliser = torch.split(last, [self.head_dim, 1], dim=-1)
-            y, total = torch.split(y, [self.head_dim, 1], dim=-1)
+            matrix, normaliser = torch.split(last, [self.value_dim, 1], dim=-1)
+            y, total = torch.split(y, [self.value_dim, 1], dim=-1)
             y = _divide(y, total)
         if state is not None:
             assert matrix is not None
@@ -99,14 +121,14 @@ class Linear(Mixer):
 
     def sum(
         self,
-        q: Float[Tensor, "batch heads time head_dim"],
-        k: Float[Tensor, "batch heads time head_dim"],
+        q: Float[Tensor, "batch heads time feature_dim"],
+        k: Float[Tensor, "batch heads time feature_dim"],
         v: Float[Tensor, "batch heads time value_dim"],
         *,
         before: Int[Tensor, "batch time"] | None,
         after: Int[Tensor, "batch time"] | None,
-        initial: Float[Tensor, "batch heads head_dim value_dim"] | None,
-    ) -> tuple[Float[Tensor, "batch heads time value_dim"], Float[Tensor, "batch heads head_dim value_dim"]]:
+        initial: Float[Tensor, "batch heads feature_dim value_dim"] | None,
+    ) -> tuple[Float[Tensor, "batch heads time value_dim"], Float[Tensor, "batch heads feature_dim value_dim"]]:
         """(sum_j (q_i . k_j) v_j over the keys j in sight of query i, last state)."""
         y, last = self._past(q, k, v, before=before, initial=initial)
         if not self.causal:
@@ -116,28 +138,25 @@ class Linear(Mixer):
         return y, last
 
     def _past(self, q: Tensor, k: Tensor, v: Tensor, **carried: Tensor | None) -> tuple[Tensor, Tensor]:
-        if self.implementation == "reference":
-            return reference.linear_attention(q, k, v, **carried)
-        return decay.linear_attention(q, k, v, **carried, chunk=self.chunk)
+        core = DECAY[self.implementation]
+        return core(q, k, v, **carried, **({"chunk": self.chunk} if self.implementation == "torch" else {}))
 
     def init_parts(self, batch: int, **like: Any) -> dict[str, Tensor]:
         """Sums of 0, in fp32 or better whatever the model's dtype, and the convolution's taps."""
-        sums = like | {"dtype": torch.promote_types(like.get("dtype", torch.float32), torch.float32)}
-        parts = {"matrix": torch.zeros(batch, self.heads, self.head_dim, self.head_dim, **sums)}
+        parts = {"matrix": empty_matrix(batch, self.heads, self.feature_dim, self.value_dim, **like)}
         if self.rms is None:
-            parts["normaliser"] = torch.zeros(batch, self.heads, self.head_dim, 1, **sums)
+            parts["normaliser"] = empty_matrix(batch, self.heads, self.feature_dim, 1, **like)
         return parts | self.projections.init_parts(batch, **like)
 
     def flops(self, time: int) -> int:
         """Projections, and for each head writing and reading the state, and the pairs in sight inside the chunks."""
-        pairs = sum(n * (n + 1) // 2 * count for n, count in ((self.chunk, time // self.chunk), (time % self.chunk, 1)))
-        columns = self.head_dim + (self.rms is None)
-        core = 4 * time * self.head_dim * columns + 2 * pairs * (self.head_dim + columns)
+        columns = self.value_dim + (self.rms is None)
+        core = 4 * time * self.feature_dim * columns + 2 * pairs(time, self.chunk) * (self.feature_dim + columns)
         return self.projections.flops(time) + self.heads * core * (1 if self.causal else 2)
 
     def state_elements(self, time: int) -> int:
         """The matrix and, for the division, the normaliser; the convolution's taps. Whatever the length."""
-        return self.heads * self.head_dim * (self.head_dim + (self.rms is None)) + self.projections.state_elements()
+        return self.heads * self.feature_dim * (self.value_dim + (self.rms is None)) + self.projections.state_elements()
 
 
 def elu_plus_one(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -150,7 +169,19 @@ def softmax_features(x: Float[Tensor, "*shape channels"]) -> Float[Tensor, "*sha
     return x.softmax(-1)
 
 
-FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {"elu": elu_plus_one, "relu": nn.functional.relu, "softmax": softmax_features}
+def taylor_features(x: Float[Tensor, "*shape channels"]) -> Float[Tensor, "*shape features"]:
+    """[1, x / d^(1/4), x_a x_b / sqrt(2 d)] of d channels: products of two give 1 + s + s^2 / 2, s = q . k / sqrt(d)."""
+    width = x.shape[-1]
+    squares = (x.unsqueeze(-1) * x.unsqueeze(-2)).flatten(-2) * (2 * width) ** -0.5
+    return torch.cat([torch.ones_like(x[..., :1]), x * width**-0.25, squares], dim=-1)
+
+
+FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "elu": elu_plus_one,
+    "relu": nn.functional.relu,
+    "softmax": softmax_features,
+    "taylor": taylor_features,
+}
 
 
 def _divide(y: Tensor, total: Tensor) -> Tensor:
