@@ -59,6 +59,8 @@ class Mixer(nn.Module):
     refused: ClassVar[Mapping[str, str]] = {}
     #: Whether the weights of a row sum to one, so that constant values come out unchanged.
     normalises_rows: bool = False
+    #: Whether keys are kept one by one, so that a scheme may turn them again when the length of their row changes its frequencies.
+    keeps_keys: ClassVar[bool] = True
     #: Whether `causal=False` has a meaning.
     bidirectional: ClassVar[bool] = False
 
@@ -90,6 +92,11 @@ class Mixer(nn.Module):
             raise NotApplicable(
                 f"position {type(scheme).__name__} needs the hook {missing[0]!r}, which {name} does not have{reason}; "
                 "choose another position"
+            )
+        if scheme is not None and scheme.length_dependent and not self.keeps_keys:
+            raise NotApplicable(
+                f"{name} sums its keys up, and cannot turn them again when the length of a row changes the frequencies of "
+                f"{type(scheme).__name__}; choose another position"
             )
         if scheme is not None and "relate" in scheme.hooks and not self.causal:
             raise NotApplicable(

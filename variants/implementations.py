@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
+import importlib.util
 import logging
 import sys
 from collections.abc import Mapping, Sequence
@@ -47,12 +48,15 @@ def usable(name: str, device: str | None = None) -> str | None:
     package = PACKAGES.get(name)
     if package is None:
         return None
-    missing = None if package.module is None else _import_error(package.module, package.extra)
-    if missing is not None or not package.cuda:
-        return missing
-    if device is not None and not device.startswith("cuda"):
+    absent = None if package.module is None else _absence(package.module, package.extra)
+    if absent is not None:
+        return absent
+    if package.cuda and device is not None and not device.startswith("cuda"):
         return f"runs on cuda, not on {device}"
-    return None if _cuda() else "needs a CUDA device, and there is none"
+    if package.cuda and not _cuda():
+        return "needs a CUDA device, and there is none"
+    # Last, because an import may take seconds and complain of a device that is not there.
+    return None if package.module is None else _import_error(package.module)
 
 
 def choose(
@@ -90,17 +94,22 @@ def _cuda() -> bool:
     return torch.cuda.is_available()
 
 
+def _absence(module: str, extra: str) -> str | None:
+    """Said of a package that is not there at all; nothing is imported."""
+    try:
+        found = importlib.util.find_spec(module.partition(".")[0])
+    except ValueError:  # a module that somebody made by hand
+        return None
+    return f"not installed: pip install 'attnlab[{extra}]'" if found is None else None
+
+
 @functools.cache
-def _import_error(module: str, extra: str) -> str | None:
-    """Why the package cannot be imported; asked once a process, since a broken import may take seconds to fail."""
+def _import_error(module: str) -> str | None:
+    """Why a package that is there cannot be imported; asked once a process, since a broken import may take seconds to fail."""
     try:
         importlib.import_module(module)
     except KeyboardInterrupt:
         raise
-    except ModuleNotFoundError as error:
-        if error.name == module:
-            return f"not installed: pip install 'attnlab[{extra}]'"
-        return f"unavailable: {error}"
     except BaseException as error:  # another binary interface, a missing driver, even sys.exit: it must not take us with it
         return f"unavailable: {str(error) or type(error).__name__}"
     return None

@@ -61,12 +61,9 @@ class Projections(nn.Module):
         after: Int[Tensor, "batch time"] | None,
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
         """(q, k, v, parts of the new state)."""
-        channels, parts = self.inward(x), {}
+        channels, parts = self.inward(x), dict[str, Tensor]()
         if self.taps is not None:
-            past = None if state is None else state["taps"]
-            if past is not None:
-                parts["taps"] = newest(torch.cat([past, channels], dim=1), past.shape[1], context.valid)
-            channels = conv.short_convolution(channels, self.taps, taps=past, before=before, after=after, causal=self.causal)
+            channels, parts = convolved(channels, self.taps, context, state, before, after, causal=self.causal)
         if self.activation is not None:
             channels = self.activation(channels)
         queries, keys, values = channels.split(self.widths, dim=-1)
@@ -94,3 +91,19 @@ class Projections(nn.Module):
     def reach(self) -> int:
         """How many tokens back the convolution looks."""
         return conv.reach(self.short_conv, self.causal)[0] if self.short_conv else 0
+
+
+def convolved(
+    channels: Float[Tensor, "batch time channels"],
+    taps: Float[Tensor, "channels width"],
+    context: Context,
+    state: State | None,
+    before: Int[Tensor, "batch time"] | None,
+    after: Int[Tensor, "batch time"] | None = None,
+    *,
+    causal: bool = True,
+) -> tuple[Float[Tensor, "batch time channels"], dict[str, Tensor]]:
+    """(the short convolution of channels, the part `taps` of the new state: its last inputs)."""
+    past = None if state is None else state["taps"]
+    y = conv.short_convolution(channels, taps, taps=past, before=before, after=after, causal=causal)
+    return y, {} if past is None else {"taps": newest(torch.cat([past, channels], dim=1), past.shape[1], context.valid)}

@@ -19,6 +19,8 @@ from experiments.bench.sizes import Sizes
 from variants.ops import decay, delta, reference
 
 LOOPED, ATTENDED = 1024, 16384
+#: Kimi's path writes (chunk, chunk, channels) numbers for each chunk out, gigabytes of them beyond so many tokens.
+KIMI = 2048
 
 Core = Callable[..., tuple[Tensor, Tensor]]
 
@@ -49,7 +51,7 @@ def gated_delta(sizes: Sizes, length: int) -> Group:
 def channel_delta(sizes: Sizes, length: int) -> Group:
     """The delta rule with one decay a token and channel of the keys."""
     made = _inputs(sizes, length, decays=sizes.head_dim)
-    path = partial(peers.transformers_delta, "kimi_linear", "chunk_kimi_delta_attention")
+    path = partial(peers.transformers_delta, "kimi_linear", "chunk_kimi_delta_attention") if length <= KIMI else None
     return _group("channel_delta", sizes, length, made, decays=sizes.head_dim, fast=delta.delta_rule, loop=reference.delta_rule, peer=path)
 
 

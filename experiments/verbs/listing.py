@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 import registry
 from registry import UnknownName
@@ -27,7 +28,12 @@ def everything() -> dict[str, Any]:
             for entry in map(registry.variants.entry, registry.variants.names())
         ],
         "positions": [
-            {"name": entry.name, "summary": entry.summary, "hooks": list(entry.facts.get("hooks", ()))}
+            {
+                "name": entry.name,
+                "summary": entry.summary,
+                "hooks": list(entry.facts.get("hooks", ())),
+                "length_dependent": bool(entry.facts.get("length_dependent", False)),
+            }
             for entry in map(registry.positions.entry, registry.positions.names())
         ],
         "tasks": [
@@ -56,7 +62,7 @@ def show(found: dict[str, Any]) -> None:
         usable_here = [name for name, why in row["implementations"].items() if why == "usable"]
         unusable = [f"{name} ({why})" for name, why in row["implementations"].items() if why != "usable"]
         hooks = ", ".join(["embed", *row["positions"]])
-        table.add_row(row["name"], row["summary"], row["time"], row["state"], hooks, "\n".join([", ".join(usable_here), *unusable]))
+        table.add_row(row["name"], row["summary"], row["time"], row["state"], hooks, Text("\n".join([", ".join(usable_here), *unusable])))
     console.print(table)
     table = _table("positions", "name", "what it does", "hooks")
     for row in found["positions"]:
@@ -74,7 +80,10 @@ def markdown(found: dict[str, Any]) -> str:
     """The same as Markdown, as it stands in README.md."""
     lines = ["| variant | what it computes | time | state | position schemes |", "|---|---|---|---|---|"]
     for row in found["variants"]:
-        taken = [scheme["name"] for scheme in found["positions"] if set(scheme["hooks"]) <= {"embed", *row["positions"]}]
+        hooks = {"embed", *row["positions"]}
+        # What keeps no key cannot turn it again once its row is longer.
+        kept = row["state"] != "1"
+        taken = [x["name"] for x in found["positions"] if set(x["hooks"]) <= hooks and (kept or not x["length_dependent"])]
         lines.append(
             f"| `{row['name']}` | {row['summary']} | O({row['time']}) | O({row['state']}) | {' '.join(f'`{name}`' for name in taken)} |"
         )

@@ -24,7 +24,8 @@ def asked_afresh():
 
 @pytest.fixture
 def broken_package(tmp_path, monkeypatch):
-    """A flash_attn whose import runs the given line."""
+    """A flash_attn whose import runs the given line, where there is a CUDA device."""
+    monkeypatch.setattr(implementations, "_cuda", lambda: True)
 
     def write(line: str) -> None:
         (tmp_path / "flash_attn.py").write_text(line)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ FP32_BOUND = 1e-5
 #: bf16 keeps 4e-3 of a number. Some ten roundings lie between an input and a gradient: projections, weights, values, and the way back.
 BF16_BOUND = 5e-2
 #: A norm over few channels, or a difference of near numbers, makes more of a rounding: so many times what one rounding of the input and
-#: the parameters changes in the reference is allowed in any case.
-ROUNDINGS = 10
+#: the parameters changes in the reference is allowed in any case; the most that any of NUDGES such roundings changes.
+ROUNDINGS, NUDGES = 10, 4
 
 Results = dict[str, dict[str, Tensor]]
 
@@ -43,7 +43,7 @@ def implementations_agree(subject: Subject) -> str:
             _expect_agreement(subject, grouped, subject.longest, f"{subject.longest} tokens, kv_heads={kv_heads}")
     return (
         f"{', '.join(usable)}; outputs and gradients within {FP32_BOUND:.0e} in fp32, {BF16_BOUND:.0e} in bf16 and under autocast, or "
-        f"{ROUNDINGS} times what one rounding changes"
+        f"{ROUNDINGS} times what a rounding of all that goes in changes"
     )
 
 
@@ -58,7 +58,7 @@ def _expect_agreement(subject: Subject, usable: Mapping[str, Mixer], time: int, 
         for impl, mixer in usable.items():
             if impl != first:
                 _expect_same(_results(mixer, x.float(), pieces), expected, f"{how}: {impl} differs from {first}", FP32_BOUND)
-        once = _results(nudged(usable[first]), _nudge(x.float()), pieces) if rounded else {}
+        once = [_results(nudged(usable[first], n), _nudge(x.float(), n), pieces) for n in range(NUDGES if rounded else 0)]
         for impl, mixer in rounded.items():
             against = f"{impl} differs from {first} in fp32"
             _expect_same(_results(mixer, x, pieces), expected, f"{how}, bf16: {against}", BF16_BOUND, once)
@@ -118,28 +118,28 @@ def _results(mixer: Mixer, x: Float[Tensor, "batch time dim"], pieces: list[int]
     }
 
 
-def _nudge(x: Tensor) -> Tensor:
+def _nudge(x: Tensor, seed: int) -> Tensor:
     """x with every number moved by up to half of what bf16 keeps of it, as a rounding may."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     return x * (1 + 2.0**-8 * (torch.rand(x.shape, generator=generator, dtype=x.dtype) - 0.5))
 
 
-def nudged(mixer: Mixer) -> Mixer:
+def nudged(mixer: Mixer, seed: int) -> Mixer:
     """The same with every parameter moved by up to half of what bf16 keeps of it, as a rounding may."""
     moved = copy.deepcopy(mixer)
     with torch.no_grad():
         for parameter in moved.parameters():
-            parameter.copy_(_nudge(parameter))
+            parameter.copy_(_nudge(parameter, seed))
     return moved
 
 
-def _expect_same(got: Results, expected: Results, what: str, bound: float, nudged: Results | None = None) -> None:
+def _expect_same(got: Results, expected: Results, what: str, bound: float, nudges: Sequence[Results] = ()) -> None:
     """Relative to the largest number of its kind: a gradient that is zero but for rounding has no size of its own to be measured by.
 
-    nudged: `expected` after one rounding of everything that went in, which widens the bound where it changed much.
+    nudges: `expected` after roundings of everything that went in, which widen the bound where one of them changed much.
     """
     for kind, tensors in expected.items():
         size = max((float(tensor.abs().max()) for tensor in tensors.values()), default=0.0) or 1.0
-        moved = max((float((nudged[kind][name] - tensor).abs().max()) for name, tensor in tensors.items()), default=0.0) if nudged else 0.0
+        moved = max((float((moved[kind][name] - tensor).abs().max()) for moved in nudges for name, tensor in tensors.items()), default=0.0)
         for name, tensor in tensors.items():
             expect_close(got[kind][name] / size, tensor / size, f"{what}: {name}", max(bound, ROUNDINGS * moved / size))

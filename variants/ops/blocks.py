@@ -60,7 +60,7 @@ class _Blocks(torch.autograd.Function):
         inputs: tuple[Tensor | None, ...] = ctx.saved_tensors[: len(ctx.needs_input_grad) - 4]
         states: tuple[Tensor, ...] = ctx.saved_tensors[len(inputs) :]
         needed = ctx.needs_input_grad[4:]
-        grads = [torch.zeros_like(x) if x is not None and wanted else None for x, wanted in zip(inputs, needed, strict=True)]
+        grads = [None if x is None or not wanted else torch.zeros_like(x) for x, wanted in zip(inputs, needed, strict=True)]
         timed, fixed = inputs[: ctx.count], inputs[ctx.count :]
         parts, sums = _blocks(timed, ctx.size), _blocks(grads[: ctx.count], ctx.size, len(states))
         for part, total, arriving, state in reversed([*zip(parts, sums, torch.split(grad, ctx.size, dim=2), states, strict=True)]):

@@ -66,23 +66,22 @@ def _block(
     """Some chunks, one after another in what depends on the state alone."""
     q, k, v, beta, log_decay, before = timed
     assert q is not None and k is not None and v is not None and beta is not None
-    time, width = q.shape[2], v.shape[-1]
+    time = q.shape[2]
     q, k, v, beta = (cut(x, chunk) for x in (q, k, v, beta))
     left = Left(log_decay, before, chunk, q.dtype)
     erasing = beta * k
     system, scores = left.products([erasing, q], k)
-    values = torch.cat([beta * v, left.of_start(erasing)], dim=-1)
-    # The system's diagonal is 1, whatever the products of keys with themselves.
-    solved = torch.linalg.solve_triangular(system, values, upper=False, unitriangular=True)
-    written, found = solved.split([width, k.shape[-1]], dim=-1)
-    keys, kept = left.at_end(k).transpose(-2, -1), left.of_state()
-    entering, real = [], []
-    for n, (value, finding, key) in enumerate(zip(written.unbind(2), found.unbind(2), keys.unbind(2), strict=True)):
+    # Solved for the identity, which is half as wide as what it is then multiplied with; the diagonal counts as 1, whatever lies there.
+    inverse = torch.linalg.solve_triangular(system, torch.eye(chunk, dtype=q.dtype, device=q.device), upper=False, unitriangular=True)
+    written, found, keys = inverse @ (beta * v), inverse @ left.of_start(erasing), left.at_end(k).transpose(-2, -1)
+    entering, real, kept = [], [], left.of_state()
+    heads, state = state.shape[:2], state.flatten(0, 1)
+    for n, (value, finding, key) in enumerate(zip(*(x.flatten(0, 1).unbind(1) for x in (written, found, keys)), strict=True)):
         entering.append(state)
-        real.append(value - finding @ state)
-        state = (state if kept is None else state * kept[n]) + key @ real[-1]
-    o = scores @ torch.stack(real, dim=2) + left.of_start(q) @ torch.stack(entering, dim=2)
-    return o.flatten(2, 3)[:, :, :time], state
+        real.append(torch.baddbmm(value, finding, state, alpha=-1))
+        state = torch.baddbmm(state if kept is None else state * kept[n].expand(*heads, -1, -1).flatten(0, 1), key, real[-1])
+    o = scores.flatten(0, 1) @ torch.stack(real, dim=1) + left.of_start(q).flatten(0, 1) @ torch.stack(entering, dim=1)
+    return torch.unflatten(o.flatten(1, 2)[:, :time], 0, heads), torch.unflatten(state, 0, heads)
 
 
 def _step(

@@ -20,7 +20,7 @@ from variants.positions.rotary import frequencies
 from variants.positions.scaling import Measured, apply_temperature
 
 
-@positions.register("longrope", hooks=("rotate",))
+@positions.register("longrope", hooks=("rotate",), length_dependent=True)
 class LongRoPE(Measured):
     """LongRoPE: a factor for each pair, one list for rows within the trained length and one for longer rows.
 
@@ -31,8 +31,6 @@ class LongRoPE(Measured):
         attention_factor: what cosines and sines are multiplied by, in short and long rows alike (default: sqrt(1 + ln s / ln L)).
         temperature_on: apply it to what is turned, or its square to all `logits`.
     """
-
-    length_dependent = True
 
     def __init__(
         self,

@@ -105,15 +105,13 @@ class NTK(Stretched):
         return found * torch.exp(-math.log(self.factor) * (number / pairs) ** 0.625)
 
 
-@positions.register("dynamic_ntk", hooks=("rotate",))
+@positions.register("dynamic_ntk", hooks=("rotate",), length_dependent=True)
 class DynamicNTK(Measured):
     """NTK-aware scaling that follows each row's own length: none up to the trained one, then more and more.
 
     Options:
         factor: 1 for a base that grows with l / L; the growth is steeper by the factor otherwise.
     """
-
-    length_dependent = True
 
     def __init__(self, head_dim: int, heads: int, dim: int, *, factor: float = 1.0, **options: Any):
         super().__init__(head_dim, heads, dim, factor=factor, **options)

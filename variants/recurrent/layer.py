@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import sigmoid, silu
 
 from variants import implementations
-from variants.contract import Context, Mixer, NotApplicable, State, extent
+from variants.contract import Context, Mixer, State, extent
 from variants.ops import decay, delta, fla_kernels, reference
 from variants.ops.precision import without_autocast
 from variants.projections import Projections
@@ -54,6 +54,7 @@ class Recurrent(Mixer):
 
     hooks: ClassVar[tuple[str, ...]] = ("rotate",)
     refused: ClassVar = {"bias": "it never writes out the logits that a bias could be added to"}
+    keeps_keys: ClassVar[bool] = False
     implementations: tuple[str, ...]
     cores: ClassVar[Mapping[str, Callable[..., tuple[Tensor, Tensor]]]] = DECAY
     #: What q, k and v pass after their convolution.
@@ -82,8 +83,6 @@ class Recurrent(Mixer):
             head_dim = max(2, int(dim * self.key_share / heads) // 2 * 2)  # even, as rotary schemes want it
         super().__init__(dim, heads, position, head_dim=head_dim, **options)
         name = type(self).__name__
-        if self.position is not None and self.position.length_dependent:
-            raise NotApplicable(f"{name} sums its keys up, and cannot turn them again when the length changes their frequencies")
         if chunk < 1:
             raise ValueError(f"{name}: chunk must be at least 1; got {chunk}")
         if value_dim is not None and value_dim < 1:
@@ -142,8 +141,7 @@ class Recurrent(Mixer):
 
     def core(self) -> Callable[..., tuple[Tensor, Tensor]]:
         """The core that runs: (q, k, v, gates by name, before, initial) -> (o, last state)."""
-        core = self.cores[self.implementation]
-        return partial(core, chunk=self.chunk) if self.implementation == "torch" else core
+        return running(self.cores, self.implementation, self.chunk)
 
     def init_parts(self, batch: int, **like: Any) -> dict[str, Tensor]:
         """A matrix of 0, in fp32 or better whatever the model's dtype, and the convolution's taps."""
@@ -204,6 +202,13 @@ class LowRank(nn.Module):
     def forward(self, x: Float[Tensor, "*shape dim"]) -> Float[Tensor, "*shape width"]:
         up: Tensor = self.up(self.down(x))
         return up
+
+
+def running(
+    cores: Mapping[str, Callable[..., tuple[Tensor, Tensor]]], implementation: str, chunk: int
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The core of that implementation; only our own has a choice of chunks."""
+    return partial(cores[implementation], chunk=chunk) if implementation == "torch" else cores[implementation]
 
 
 def precisely(module: nn.Module, x: Tensor) -> Tensor:

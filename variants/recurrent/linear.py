@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from registry import variants
 from variants import implementations
-from variants.contract import Context, Mixer, NotApplicable, State, extent
+from variants.contract import Context, Mixer, State, extent
 from variants.projections import Projections
-from variants.recurrent.layer import DECAY, empty_matrix, pairs
+from variants.recurrent.layer import DECAY, empty_matrix, pairs, running
 
 #: Width of queries and keys before Taylor features, unless told otherwise.
 NARROW = 16
@@ -47,6 +47,7 @@ class Linear(Mixer):
 
     implementations: tuple[str, ...]
     refused: ClassVar = {"bias": "it never writes out the logits that a bias could be added to"}
+    keeps_keys: ClassVar[bool] = False
     bidirectional = True
 
     def __init__(
@@ -67,8 +68,6 @@ class Linear(Mixer):
         if head_dim is None and feature_map == "taylor" and heads > 0 and dim % heads == 0:
             head_dim, value_dim = min(NARROW, dim // heads), dim // heads if value_dim is None else value_dim
         super().__init__(dim, heads, position, head_dim=head_dim, **options)
-        if self.position is not None and self.position.length_dependent:
-            raise NotApplicable("Linear sums its keys up, and cannot turn them again when the length changes their frequencies")
         if chunk < 1:
             raise ValueError(f"Linear: chunk must be at least 1; got {chunk}")
         if value_dim is not None and value_dim < 1:
@@ -138,8 +137,7 @@ class Linear(Mixer):
         return y, last
 
     def _past(self, q: Tensor, k: Tensor, v: Tensor, **carried: Tensor | None) -> tuple[Tensor, Tensor]:
-        core = DECAY[self.implementation]
-        return core(q, k, v, **carried, **({"chunk": self.chunk} if self.implementation == "torch" else {}))
+        return running(DECAY, self.implementation, self.chunk)(q, k, v, **carried)
 
     def init_parts(self, batch: int, **like: Any) -> dict[str, Tensor]:
         """Sums of 0, in fp32 or better whatever the model's dtype, and the convolution's taps."""

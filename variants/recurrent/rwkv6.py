@@ -13,7 +13,6 @@ scaled; each head's output passes a layer norm, then the gate silu(x_g W). Time 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -25,13 +24,14 @@ from torch.nn.functional import silu
 from registry import variants
 from variants import implementations
 from variants.cache import newest
-from variants.contract import Context, Mixer, NotApplicable, State, extent
+from variants.contract import Context, Mixer, State, extent
 from variants.ops.precision import without_autocast
-from variants.recurrent.layer import DECAY, empty_matrix, pairs
+from variants.projections import convolved
+from variants.recurrent.layer import DECAY, empty_matrix, pairs, running
 
 #: What is made of x, each by a mixture of its own.
 BRANCHES = ("w", "k", "v", "r", "g")
-#: The variance that counts as none in the norm of a head's output; times the width that the source's constant is meant for.
+#: The variance that counts as none in the norm of a head's output: 1e-5 for outputs that the source divides by 8 first.
 EPS = 64e-5
 
 
@@ -45,12 +45,14 @@ class RWKV6(Mixer):
         decay_rank: width of the middle of the matrix that makes the decays.
         layer: index of the layer, of `layers`: both set the initial mixtures, decays and bonus (the model fills them in; default: 0 of 1).
         layers: depth of the stack.
+        short_conv: width of a depthwise convolution over time on r, k and v (0: none).
         chunk: tokens handled by one matrix product, rounded up to a power of two.
         impl: which implementation runs; `auto` takes the fastest that is usable.
     """
 
     hooks: ClassVar[tuple[str, ...]] = ("rotate",)
     refused: ClassVar = {"bias": "it never writes out the logits that a bias could be added to"}
+    keeps_keys: ClassVar[bool] = False
     implementations: tuple[str, ...]
 
     def __init__(
@@ -63,16 +65,17 @@ class RWKV6(Mixer):
         decay_rank: int = 64,
         layer: int | None = None,
         layers: int | None = None,
+        short_conv: int = 0,
         chunk: int = 64,
         impl: str = "auto",
         **options: Any,
     ):
         super().__init__(dim, heads, position, **options)
-        if self.position is not None and self.position.length_dependent:
-            raise NotApplicable("RWKV6 sums its keys up, and cannot turn them again when the length changes their frequencies")
         for option, value in (("shift_rank", shift_rank), ("decay_rank", decay_rank), ("chunk", chunk)):
             if value < 1:
                 raise ValueError(f"RWKV6: {option} must be at least 1; got {value}")
+        if short_conv < 0:
+            raise ValueError(f"RWKV6: short_conv must be 0 (off) or a width; got {short_conv}")
         layer, layers = layer or 0, max(layers or 1, 1)
         if not 0 <= layer < layers:
             raise ValueError(f"RWKV6: layer must be from 0 to layers - 1; got layer={layer} of layers={layers}")
@@ -86,6 +89,8 @@ class RWKV6(Mixer):
         self.shift_up = nn.Parameter(torch.empty(len(BRANCHES), shift_rank, dim).uniform_(-0.01, 0.01))
         self.receptance, self.key, self.value, self.gate = (nn.Linear(dim, width, bias=False) for _ in range(4))
         self.outward = nn.Linear(width, dim, bias=False)
+        bound = max(short_conv, 1) ** -0.5
+        self.taps = nn.Parameter(torch.empty(3 * width, short_conv).uniform_(-bound, bound)) if short_conv else None
         for matrix in (self.receptance, self.key, self.value, self.gate, self.outward):
             nn.init.normal_(matrix.weight, std=matrix.in_features**-0.5)
         place = torch.arange(width) / max(width - 1, 1)
@@ -106,20 +111,18 @@ class RWKV6(Mixer):
         if before is not None:
             previous = previous.masked_fill((before == 0).unsqueeze(-1), 0)
         w, k, v, r, g = self.mixed(x, previous)
+        channels, parts = torch.cat([self.receptance(r), self.key(k), self.value(v)], dim=-1), dict[str, Tensor]()
+        if self.taps is not None:
+            channels, parts = convolved(channels, self.taps, context, state, before)
         apart = "batch time (heads head_dim) -> batch heads time head_dim"
-        r, k, v = (
-            rearrange(matrix(part), apart, heads=self.heads) for matrix, part in ((self.receptance, r), (self.key, k), (self.value, v))
-        )
+        r, k, v = (rearrange(part, apart, heads=self.heads) for part in channels.chunk(3, dim=-1))
         assert context.positions is not None
         r, k = self.rotate(r, k, context.positions, context.positions)
         log_decay = rearrange(self.log_decay(w), apart, heads=self.heads)
         if context.valid is not None:  # what lies in a pad writes nothing and forgets nothing
             k = k.masked_fill(~context.valid[:, None, :, None], 0)
             log_decay = log_decay.masked_fill(~context.valid[:, None, :, None], 0)
-        core = DECAY[self.implementation]
-        if self.implementation == "torch":
-            core = partial(core, chunk=self.chunk)
-        y, matrix = core(
+        y, matrix = running(DECAY, self.implementation, self.chunk)(
             r,
             k,
             v,
@@ -131,7 +134,8 @@ class RWKV6(Mixer):
         y = nn.functional.layer_norm(y, (self.head_dim,), eps=EPS)
         y = torch.addcmul(self.norm_bias[:, None], y, self.norm_weight[:, None]).to(x.dtype)
         gated = rearrange(y, "batch heads time head_dim -> batch time (heads head_dim)") * silu(self.gate(g))
-        parts = {} if state is None else {"matrix": matrix, "shift": newest(torch.cat([past, x], dim=1), 1, context.valid)}
+        if state is not None:
+            parts |= {"matrix": matrix, "shift": newest(torch.cat([past, x], dim=1), 1, context.valid)}
         return self.outward(gated), parts, {}
 
     def mixed(
@@ -156,21 +160,24 @@ class RWKV6(Mixer):
         return (self.mixtures, self.bonus, self.norm_weight, self.norm_bias)
 
     def init_parts(self, batch: int, **like: Any) -> dict[str, Tensor]:
-        """A matrix of 0, in fp32 or better, and the token before the first, which is 0."""
-        return {
+        """A matrix of 0, in fp32 or better, the token before the first, which is 0, and the convolution's taps."""
+        parts = {
             "matrix": empty_matrix(batch, self.heads, self.head_dim, self.head_dim, **like),
             "shift": torch.zeros(batch, 1, self.dim, **like),
         }
+        return parts if self.taps is None else parts | {"taps": torch.zeros(batch, self.taps.shape[1] - 1, len(self.taps), **like)}
 
     def flops(self, time: int) -> int:
         """All matrices, and for each head writing and reading the state, and the pairs in sight inside the chunks."""
         width, names = self.head_dim, ("shift_down", "shift_up", "decay_down", "decay_up")
         matrices = 5 * self.dim * self.heads * width + sum(getattr(self, name).numel() for name in names)
+        matrices += 0 if self.taps is None else self.taps.numel()
         return 2 * time * matrices + self.heads * (4 * time * width * width + 4 * pairs(time, self.chunk) * width)
 
     def state_elements(self, time: int) -> int:
-        """The matrices and one token, whatever the length."""
-        return self.heads * self.head_dim**2 + self.dim
+        """The matrices, one token and the convolution's taps, whatever the length."""
+        taps = 0 if self.taps is None else len(self.taps) * (self.taps.shape[1] - 1)
+        return self.heads * self.head_dim**2 + self.dim + taps
 
 
 def _powers(depth: float, left: float) -> tuple[tuple[float, float], ...]:

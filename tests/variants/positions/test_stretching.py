@@ -514,7 +514,7 @@ def test_a_choice_that_there_is_not_is_refused_with_those_that_there_are(name, o
 
 @pytest.mark.parametrize("name", BY_LENGTH)
 def test_a_mixer_that_sums_its_keys_up_refuses_frequencies_that_change(name) -> None:
-    with pytest.raises(NotApplicable, match="cannot turn them again when the length changes"):
+    with pytest.raises(NotApplicable, match="cannot turn them again when the length of a row changes"):
         variants.build("linear", dim=8, heads=2, position=name)
 
 
