@@ -277,8 +277,8 @@ def _both(meters: dict[int, Meter], lengths: tuple[int, ...]) -> tuple[list[int]
 
 
 def _declared(subject: Subject, fact: str, lengths: tuple[int, ...], default: str | None = None) -> float:
-    """The exponent that a fact of the decorator amounts to at these lengths, where a logarithm is still a small power."""
-    text = getattr(variants.get(subject.name), fact, default)
+    """The exponent that a fact of the decorator, or of the mixer itself, amounts to here, where a logarithm is still a small power."""
+    text = getattr(subject.build(), fact, default)
     if text is None:
         raise NotApplicable(f"its decorator has no fact {fact}")
     try:
@@ -289,7 +289,7 @@ def _declared(subject: Subject, fact: str, lengths: tuple[int, ...], default: st
 
 
 def _fact(subject: Subject, fact: str, default: str | None = None) -> str:
-    return f"{fact}={getattr(variants.get(subject.name), fact, default)!r}"
+    return f"{fact}={getattr(subject.build(), fact, default)!r}"
 
 
 def _span(lengths: tuple[int, ...]) -> str:

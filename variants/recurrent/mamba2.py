@@ -1,0 +1,179 @@
+"""Mamba-2: a state-space model with one decay a head, which is linear attention that forgets.
+
+    h_t = exp(d_t A) h_{t-1} + d_t B_t^T x_t        y_t = C_t h_t + D x_t        d_t = softplus(dt_t + b)        A = -exp(A_log)
+
+x, B and C come out of one matrix and a convolution of width 4 with SiLU; a gate z multiplies y before an RMS norm. Dao and Gu 2024,
+"Transformers are SSMs", section 7. In the terms of the decay core C are queries, B keys, d x values and d A log-decays. Names and shapes of
+parameters are those of `mamba_ssm.Mamba2`, so that a state_dict loads both ways. With `allow_negative_eigenvalues` the decay is
+2 exp(d A) - 1, in (-1, 1) (Grazzi et al. 2024, "Unlocking State-Tracking in Linear RNNs Through Negative Eigenvalues"). Time O(T), state
+state_dim * head_dim a head.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.functional import silu, softplus
+
+from registry import variants
+from variants import implementations
+from variants.contract import Context, Mixer, State, extent
+from variants.projections import convolved
+from variants.recurrent.gated_deltanet import steps
+from variants.recurrent.layer import DECAY, empty_matrix, heads_first, pairs, running
+
+
+@variants.register("mamba2", time="T", state="1", hooks=(), implementations=("fla", "torch", "reference"))
+class Mamba2(Mixer):
+    """A selective state space with one decay a head, in chunks of matrix products.
+
+    Options:
+        expand: width of x, as a multiple of dim.
+        state_dim: width of B and C, the state's numbers for each channel of x.
+        groups: how many B and C there are; heads of a group share them.
+        short_conv: width of the convolution over time on x, B and C.
+        least_step: lower limit of d.
+        largest_step: upper limit of d (default: none).
+        allow_negative_eigenvalues: decays in (-1, 1) instead of (0, 1).
+        chunk: tokens handled by one matrix product, rounded up to a power of two.
+        impl: which implementation runs; `auto` takes the fastest that is usable.
+    """
+
+    hooks: ClassVar[tuple[str, ...]] = ()
+    refused: ClassVar = {
+        "rotate": "its order is in its decays",
+        "relate": "it looks at no key again",
+        "bias": "it never writes out the logits that a bias could be added to",
+    }
+    keeps_keys: ClassVar[bool] = False
+    implementations: tuple[str, ...]
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        position: Any = None,
+        *,
+        expand: int = 2,
+        state_dim: int = 128,
+        groups: int = 1,
+        short_conv: int = 4,
+        least_step: float = 0.0,
+        largest_step: float | None = None,
+        allow_negative_eigenvalues: bool = False,
+        chunk: int = 64,
+        impl: str = "auto",
+        head_dim: int | None = None,
+        **options: Any,
+    ):
+        for option, value in (
+            ("expand", expand),
+            ("state_dim", state_dim),
+            ("groups", groups),
+            ("short_conv", short_conv),
+            ("chunk", chunk),
+        ):
+            if value < 1:
+                raise ValueError(f"Mamba2: {option} must be at least 1; got {value}")
+        if head_dim is None and heads > 0 and (expand * dim) % heads == 0:
+            head_dim = expand * dim // heads
+        super().__init__(dim, heads, position, head_dim=head_dim, **options)
+        if heads % groups:
+            raise ValueError(f"Mamba2: groups={groups} does not divide heads={heads}")
+        if largest_step is not None and not 0 <= least_step < largest_step:
+            raise ValueError(f"Mamba2: least_step must be below largest_step, and neither negative; got {least_step} and {largest_step}")
+        self.state_dim, self.groups, self.chunk = state_dim, groups, chunk
+        self.limits, self.negative = (least_step, largest_step), allow_negative_eigenvalues
+        self.implementation = implementations.choose("Mamba2", impl, self.implementations)
+        width = heads * self.head_dim
+        #: z, x, B and C, dt
+        self.widths = (width, width + 2 * groups * state_dim, heads)
+        self.in_proj = nn.Linear(dim, sum(self.widths), bias=False)
+        self.conv1d = nn.Conv1d(self.widths[1], self.widths[1], short_conv, groups=self.widths[1])
+        self.dt_bias = nn.Parameter(steps(heads))
+        self.A_log = nn.Parameter(torch.empty(heads).uniform_(1, 16).log())
+        self.D = nn.Parameter(torch.ones(heads))
+        self.norm = GatedNorm(width, groups)
+        self.out_proj = nn.Linear(width, dim, bias=False)
+
+    def mix(
+        self, x: Float[Tensor, "batch time dim"], context: Context, state: State | None
+    ) -> tuple[Float[Tensor, "batch time dim"], dict[str, Tensor], dict[str, Tensor]]:
+        """Project, convolve, run the core, skip, gate and normalise, project back."""
+        before, _ = extent(x, context, state)
+        z, channels, dt = self.in_proj(x).split(self.widths, dim=-1)
+        channels, parts = convolved(channels, self.conv1d.weight.squeeze(1), context, state, before)
+        assert self.conv1d.bias is not None
+        channels = silu(channels + self.conv1d.bias)
+        apart = "batch time (heads width) -> batch heads time width"
+        shared = self.groups * self.state_dim
+        values, keys, queries = channels.split([self.heads * self.head_dim, shared, shared], dim=-1)
+        values = rearrange(values, apart, heads=self.heads)
+        keys, queries = (
+            rearrange(part, apart, heads=self.groups).repeat_interleave(self.heads // self.groups, 1) for part in (keys, queries)
+        )
+        step, log_decay, sign = self.discretised(dt, context)
+        written = values * step.unsqueeze(-1)
+        if sign is not None:  # what has been flipped an odd number of times since a token was written is flipped where it is read
+            keys, queries = keys * sign, queries * sign
+        y, matrix = running(DECAY, self.implementation, self.chunk)(
+            queries,
+            keys,
+            written,
+            log_decay,
+            before=None if context.segment_ids is None else before,
+            initial=None if state is None else state["matrix"],
+        )
+        y = y + values * self.D[:, None, None]
+        y = self.norm(rearrange(y, "batch heads time width -> batch time (heads width)"), z)
+        if state is not None:
+            parts |= {"matrix": matrix if sign is None else matrix * sign[:, :, -1:]}
+        return self.out_proj(y), parts, {}
+
+    def discretised(
+        self, dt: Float[Tensor, "batch time heads"], context: Context
+    ) -> tuple[Float[Tensor, "batch heads time"], Float[Tensor, "batch heads time"], Float[Tensor, "batch heads time 1"] | None]:
+        """(d, the logarithm of the decay's size, how often its sign has changed so far, as 1 or -1), fp32 or better; pads stand still."""
+        wide = torch.promote_types(dt.dtype, torch.float32)
+        step = heads_first(softplus(dt.to(wide) + self.dt_bias.to(wide))).clamp(*self.limits)
+        if context.valid is not None:
+            step = step.masked_fill(~context.valid[:, None], 0)
+        log_decay = -self.A_log.to(wide).exp()[:, None] * step
+        if not self.negative:
+            return step, log_decay, None
+        decay = 2 * log_decay.exp() - 1
+        sign = torch.where(decay < 0, -1.0, 1.0).to(wide).cumprod(-1).unsqueeze(-1)
+        return step, decay.abs().clamp(min=torch.finfo(wide).tiny).log(), sign
+
+    def init_parts(self, batch: int, **like: Any) -> dict[str, Tensor]:
+        """A matrix of 0, in fp32 or better whatever the model's dtype, and the convolution's taps."""
+        taps = torch.zeros(batch, self.conv1d.kernel_size[0] - 1, self.widths[1], **like)
+        return {"matrix": empty_matrix(batch, self.heads, self.state_dim, self.head_dim, **like), "taps": taps}
+
+    def flops(self, time: int) -> int:
+        """Projections and the convolution, and for each head writing and reading the state, and the pairs in sight inside the chunks."""
+        weights = self.in_proj.weight.numel() + self.out_proj.weight.numel() + self.conv1d.weight.numel()
+        core = 4 * time * self.state_dim * self.head_dim + 2 * pairs(time, self.chunk) * (self.state_dim + self.head_dim)
+        return 2 * time * weights + self.heads * core
+
+    def state_elements(self, time: int) -> int:
+        """The matrices and the convolution's taps, whatever the length."""
+        return self.heads * self.state_dim * self.head_dim + (self.conv1d.kernel_size[0] - 1) * self.widths[1]
+
+
+class GatedNorm(nn.Module):
+    """RMS norm of y silu(z) over each group's channels, with a learned scale."""
+
+    def __init__(self, width: int, groups: int, eps: float = 1e-5):
+        super().__init__()
+        self.weight, self.groups, self.eps = nn.Parameter(torch.ones(width)), groups, eps
+
+    def forward(self, y: Float[Tensor, "batch time width"], z: Float[Tensor, "batch time width"]) -> Float[Tensor, "batch time width"]:
+        """y in fp32 or better; the result is in the dtype of z."""
+        gated = torch.unflatten(y * silu(z.to(y.dtype)), -1, (self.groups, -1))
+        scaled = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + self.eps)
+        return scaled.flatten(-2).to(z.dtype) * self.weight.to(z.dtype)
