@@ -23,6 +23,7 @@ import inspect
 import logging
 import re
 import sys
+import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -135,8 +136,8 @@ class Registry:
             if key not in valid:
                 raise UnknownOption(f"{self.kind} {name!r} has no option {key!r}.{nearest(key, valid)}")
         for option in options(cls):
-            if typing.get_origin(option.type) is Literal and option.name in arguments:
-                _check_choice(f"{self.kind} {name!r}: {option.name}", arguments[option.name], typing.get_args(option.type))
+            if option.name in arguments:
+                _check_value(f"{self.kind} {name!r}: {option.name}", arguments[option.name], option.type)
         return cls(**arguments)
 
     def resolve(self, spec: Any, **given: Any) -> Any:
@@ -295,6 +296,21 @@ def _option_docs(cls: type) -> dict[str, str]:
     _, _, section = inspect.cleandoc(cls.__doc__ or "").partition("Options:\n")
     lines = re.findall(r"^ +(\w+): (.+(?:\n {8,}.+)*)", section, flags=re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in lines}
+
+
+def _check_value(owner: str, value: Any, wanted: Any) -> None:
+    """A choice among words, or a plain number, word or truth value; what is annotated otherwise is the constructor's affair."""
+    if typing.get_origin(wanted) is Literal:
+        _check_choice(owner, value, typing.get_args(wanted))
+        return
+    kinds = typing.get_args(wanted) if isinstance(wanted, types.UnionType) else (wanted,)
+    if not set(kinds) <= {int, float, bool, str, types.NoneType}:
+        return
+    # A bool is an int to Python, and an int is as good as a float.
+    fits = isinstance(value, (*kinds, int) if float in kinds else kinds) and (not isinstance(value, bool) or bool in kinds)
+    if not fits:
+        words = " or ".join("null" if kind is types.NoneType else kind.__name__ for kind in kinds)
+        raise UserError(f"{owner} takes {words}; got {value!r}")
 
 
 def _check_choice(owner: str, value: Any, valid: tuple[Any, ...]) -> None:

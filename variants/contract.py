@@ -61,6 +61,8 @@ class Mixer(nn.Module):
     normalises_rows: bool = False
     #: Whether keys are kept one by one, so that a scheme may turn them again when the length of their row changes its frequencies.
     keeps_keys: ClassVar[bool] = True
+    #: Whether keys must be of length 1: a scheme that makes them longer would let the state grow without end.
+    unit_keys: ClassVar[bool] = False
     #: Whether `causal=False` has a meaning.
     bidirectional: ClassVar[bool] = False
 
@@ -97,6 +99,10 @@ class Mixer(nn.Module):
             raise NotApplicable(
                 f"{name} sums its keys up, and cannot turn them again when the length of a row changes the frequencies of "
                 f"{type(scheme).__name__}; choose another position"
+            )
+        if scheme is not None and self.unit_keys and not scheme.isometric:
+            raise NotApplicable(
+                f"{name} needs keys of length 1, and {type(scheme).__name__} makes them longer with their position; choose another position"
             )
         if scheme is not None and "relate" in scheme.hooks and not self.causal:
             raise NotApplicable(

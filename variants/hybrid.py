@@ -154,7 +154,8 @@ def _part(entry: Any) -> Mapping[str, Any]:
 def _takes(part: Mapping[str, Any], scheme: Any) -> bool:
     """Whether the mixer can apply the scheme."""
     mixer = variants.get(part["name"])
-    return set(scheme.hooks) - {"embed"} <= set(mixer.hooks) and (mixer.keeps_keys or not scheme.length_dependent)
+    hooked = set(scheme.hooks) - {"embed"} <= set(mixer.hooks)
+    return hooked and (mixer.keeps_keys or not scheme.length_dependent) and (scheme.isometric or not mixer.unit_keys)
 
 
 def _built(part: Mapping[str, Any], position: Any, scheme: Any, told: Mapping[str, Any], place: Mapping[str, Any]) -> Mixer:

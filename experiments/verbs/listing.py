@@ -23,6 +23,7 @@ def everything() -> dict[str, Any]:
                 "time": entry.facts.get("time", ""),
                 "state": entry.facts.get("state", ""),
                 "positions": list(entry.facts.get("hooks", ())),
+                "unit_keys": bool(entry.facts.get("unit_keys", False)),
                 "implementations": {name: usable(name) or "usable" for name in entry.facts.get("implementations", ())},
             }
             for entry in map(registry.variants.entry, registry.variants.names())
@@ -33,6 +34,7 @@ def everything() -> dict[str, Any]:
                 "summary": entry.summary,
                 "hooks": list(entry.facts.get("hooks", ())),
                 "length_dependent": bool(entry.facts.get("length_dependent", False)),
+                "isometric": bool(entry.facts.get("isometric", True)),
             }
             for entry in map(registry.positions.entry, registry.positions.names())
         ],
@@ -83,7 +85,11 @@ def markdown(found: dict[str, Any]) -> str:
         hooks = {"embed", *row["positions"]}
         # What keeps no key cannot turn it again once its row is longer.
         kept = row["state"] != "1"
-        taken = [x["name"] for x in found["positions"] if set(x["hooks"]) <= hooks and (kept or not x["length_dependent"])]
+        taken = [
+            x["name"]
+            for x in found["positions"]
+            if set(x["hooks"]) <= hooks and (kept or not x["length_dependent"]) and (x["isometric"] or not row["unit_keys"])
+        ]
         lines.append(
             f"| `{row['name']}` | {row['summary']} | O({row['time']}) | O({row['state']}) | {' '.join(f'`{name}`' for name in taken)} |"
         )

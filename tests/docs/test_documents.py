@@ -55,8 +55,10 @@ def run(command: str, cwd: Path) -> str:
     if "experiment=context_extension" in words:
         words += EXTENSION
     elif words[0] in ("train", "sweep") and "--dry-run" not in words:
-        words += [word for word in SMALL if not word.startswith("task.pairs") or "task=passkey" not in words]
-        if "experiment=quickstart" in words:
+        given = {word.partition("=")[0] for word in words}
+        paired = not {"task=passkey", "experiment=state_tracking"} & set(words)
+        words += [word for word in SMALL if word.partition("=")[0] not in given and (paired or not word.startswith("task.pairs"))]
+        if {"experiment=quickstart", "experiment=state_tracking"} & set(words):
             words += ["seed=0"]
     if words[0] == "check":
         words.append("--fast")

@@ -23,7 +23,7 @@ FP32_BOUND = 1e-5
 BF16_BOUND = 5e-2
 #: A norm over few channels, or a difference of near numbers, makes more of a rounding: so many times what one rounding of the input and
 #: the parameters changes in the reference is allowed in any case; the most that any of NUDGES such roundings changes.
-ROUNDINGS, NUDGES = 10, 4
+ROUNDINGS, NUDGES = 20, 4
 
 Results = dict[str, dict[str, Tensor]]
 

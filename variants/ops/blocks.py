@@ -29,7 +29,8 @@ def run(
 ) -> tuple[Float[Tensor, "batch heads time value_dim"], Float[Tensor, "batch heads key_dim value_dim"]]:
     """(outputs, last state) of `block` over consecutive blocks of `size` tokens. Time is the third axis of every input in `timed`.
 
-    The outputs are as wide as the states. What fits one block is left to autograd.
+    The outputs are as wide as the states. What fits one block is left to autograd; beyond, there are first derivatives only, and no
+    transforms of `torch.func`.
     """
     first = next(x for x in timed if x is not None)
     if first.shape[2] <= size:
@@ -57,8 +58,9 @@ class _Blocks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_state: Tensor) -> tuple[Tensor | None, ...]:
-        inputs: tuple[Tensor | None, ...] = ctx.saved_tensors[: len(ctx.needs_input_grad) - 4]
-        states: tuple[Tensor, ...] = ctx.saved_tensors[len(inputs) :]
+        saved = ctx.saved_tensors  # read once: what is checkpointed is computed again for the first reading, and given up
+        inputs: tuple[Tensor | None, ...] = saved[: len(ctx.needs_input_grad) - 4]
+        states: tuple[Tensor, ...] = saved[len(inputs) :]
         needed = ctx.needs_input_grad[4:]
         grads = [None if x is None or not wanted else torch.zeros_like(x) for x, wanted in zip(inputs, needed, strict=True)]
         timed, fixed = inputs[: ctx.count], inputs[ctx.count :]

@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 LOWEST = -80.0
+#: A log-decay that leaves nothing, however much is summed up beside it; -inf would make differences of NaN.
+NOTHING = -1e6
 
 
 def power_of_two(chunk: int) -> int:
@@ -56,9 +58,9 @@ class Left:
         self.chunk, self.dtype, self.exclusive = chunk, dtype, exclusive
         self.total = self.at_queries = None
         if log_decay is not None:
-            decay = cut(log_decay, chunk)
-            self.total = decay.double().cumsum(-2)
-            self.at_queries = self.total - decay if exclusive else self.total
+            self.total = cut(log_decay, chunk).double().clamp(min=NOTHING).cumsum(-2)
+            # Not the total less the token's own: rounding could lift it above the one before.
+            self.at_queries = pad(self.total[..., :-1, :], (0, 0, 1, 0)) if exclusive else self.total
         self.segments = None if before is None else _Segments(before, chunk)
 
     def of_start(self, rows: Float[Tensor, "batch heads chunks chunk key_dim"]) -> Float[Tensor, "batch heads chunks chunk key_dim"]:

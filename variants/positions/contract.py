@@ -44,6 +44,8 @@ class Scheme(nn.Module):
     hooks: ClassVar[tuple[str, ...]] = ()
     #: Whether frequencies depend on the sequence's length. Keys are then cached un-rotated.
     length_dependent: ClassVar[bool] = False
+    #: Whether what it turns keeps its length.
+    isometric: ClassVar[bool] = True
     #: Positions at and above this raise; None: there is no end to them.
     max_positions: int | None = None
     #: A factor on the attention logits.

@@ -132,7 +132,7 @@ class Proportional(Rotary):
         return torch.where(torch.arange(len(found), device=device) < self.turning, found, 0.0)
 
 
-@positions.register("xpos", hooks=("rotate",))
+@positions.register("xpos", hooks=("rotate",), isometric=False)
 class XPos(Rotary):
     """Rotary positions whose pairs fade with the distance, the fastest first (xPos).
 

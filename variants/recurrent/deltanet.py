@@ -80,7 +80,7 @@ class Delta(Recurrent):
         return 6 * time * key * value + 2 * pairs(time, self.chunk) * (3 * key + 2 * value)
 
 
-@variants.register("deltanet", time="T", state="1", hooks=("rotate",), implementations=("fla", "torch", "reference"))
+@variants.register("deltanet", time="T", state="1", hooks=("rotate",), unit_keys=True, implementations=("fla", "torch", "reference"))
 class DeltaNet(Delta):
     """Linear attention that writes over what it finds under a key."""
 

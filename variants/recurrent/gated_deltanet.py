@@ -23,7 +23,7 @@ from variants.recurrent.deltanet import Delta
 from variants.recurrent.layer import heads_first, precisely
 
 
-@variants.register("gated_deltanet", time="T", state="1", hooks=("rotate",), implementations=("fla", "torch", "reference"))
+@variants.register("gated_deltanet", time="T", state="1", hooks=("rotate",), unit_keys=True, implementations=("fla", "torch", "reference"))
 class GatedDeltaNet(Delta):
     """The delta rule on a state that decays at a rate of each token and head."""
 
@@ -39,7 +39,7 @@ class GatedDeltaNet(Delta):
     def log_decay(self, x: Float[Tensor, "batch time dim"]) -> Float[Tensor, "batch heads time"]:
         """-A softplus(x W + b)."""
         rate = self.log_rate.to(torch.promote_types(x.dtype, torch.float32)).exp()
-        return heads_first(-rate * softplus(precisely(self.forget, x) + self.bias))
+        return -rate[:, None] * softplus(heads_first(precisely(self.forget, x) + self.bias))
 
 
 def steps(*shape: int) -> Float[Tensor, "*shape"]:

@@ -9,6 +9,7 @@ a head replaces the channels' (simple GLA). Time O(T), state head_dim * value_di
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar, Literal
 
 from einops import rearrange
@@ -45,8 +46,8 @@ class GLA(Recurrent):
         **options: Any,
     ):
         super().__init__(dim, heads, position, **options)
-        if not gate_root > 0:
-            raise ValueError(f"GLA: gate_root must be positive; got {gate_root}")
+        if gate_rank < 1 or not 0 < gate_root < math.inf:
+            raise ValueError(f"GLA: gate_rank must be at least 1 and gate_root a positive number; got {gate_rank} and {gate_root}")
         self.scalar, self.gate_root = decay == "scalar", gate_root
         self.forget = nn.Linear(dim, heads) if self.scalar else LowRank(dim, gate_rank, heads * self.head_dim, bias=True)
 

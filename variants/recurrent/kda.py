@@ -29,7 +29,7 @@ from variants.recurrent.layer import Gate, LowRank, precisely
 LEAST = -5.0
 
 
-@variants.register("kda", time="T", state="1", hooks=("rotate",), implementations=("fla", "torch", "reference"))
+@variants.register("kda", time="T", state="1", hooks=("rotate",), unit_keys=True, implementations=("fla", "torch", "reference"))
 class KDA(Delta):
     """The delta rule on a state each channel of which decays at a rate of its own.
 
@@ -62,5 +62,6 @@ class KDA(Delta):
         logits = rearrange(
             precisely(self.forget, x) + self.bias, "batch time (heads head_dim) -> batch heads time head_dim", heads=self.heads
         )
+        logits = logits.contiguous()  # a compiled backward pass of softplus trips over other strides at a second length
         rate = self.log_rate.to(logits.dtype).exp()[:, None, None]
         return LEAST * sigmoid(rate * logits) if self.bounded else -rate * softplus(logits)

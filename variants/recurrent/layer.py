@@ -221,8 +221,8 @@ def precisely(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def heads_first(x: Float[Tensor, "batch time heads"]) -> Float[Tensor, "batch heads time"]:
-    """One number a token and head, as cores take it."""
-    return x.transpose(1, 2)
+    """One number a token and head, as cores take it, laid out anew: compiled backward passes trip over other strides at a second length."""
+    return x.transpose(1, 2).contiguous()
 
 
 def still(log_decay: Tensor | None, context: Context) -> Tensor | None:
@@ -247,7 +247,7 @@ def empty_matrix(batch: int, heads: int, head_dim: int, value_dim: int, **like: 
 
 def gate_weights(mixer: Recurrent) -> int:
     """Numbers in the matrices that make gates."""
-    return sum(p.numel() for name, p in mixer.named_parameters() if p.ndim == 2 and not name.startswith("projections."))
+    return sum(p.numel() for name, p in mixer.named_parameters() if p.ndim == 2 and not name.startswith(("projections.", "position.")))
 
 
 def pairs(time: int, chunk: int) -> int:

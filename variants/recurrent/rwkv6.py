@@ -76,7 +76,7 @@ class RWKV6(Mixer):
                 raise ValueError(f"RWKV6: {option} must be at least 1; got {value}")
         if short_conv < 0:
             raise ValueError(f"RWKV6: short_conv must be 0 (off) or a width; got {short_conv}")
-        layer, layers = layer or 0, max(layers or 1, 1)
+        layer, layers = layer or 0, 1 if layers is None else layers
         if not 0 <= layer < layers:
             raise ValueError(f"RWKV6: layer must be from 0 to layers - 1; got layer={layer} of layers={layers}")
         self.chunk = chunk

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -245,3 +246,36 @@ def test_only_states_between_blocks_are_kept_for_the_backward_pass(monkeypatch) 
     given = {x.untyped_storage().data_ptr() for x in made}
     extra = sum(x.numel() for x in kept if x.untyped_storage().data_ptr() not in given)
     assert extra <= 4 * 2 * 2 * 3 * 5, "four states of two rows and two heads"
+
+
+def test_a_log_decay_beyond_all_bounds_leaves_nothing_and_spoils_nothing_after_it() -> None:
+    for kind in ("scalar", "channel"):
+        for amount in (-1e18, -3e38, -float("inf")):
+            q, k, v, log_decay = (x.detach().float() for x in inputs(20, kind))
+            log_decay[:, :, 5] = amount
+            got, _ = decay.gated_linear_attention(q, k, v, log_decay, chunk=16)
+            expected, _ = reference.gated_linear_attention(q, k, v, log_decay)
+            torch.testing.assert_close(got, expected)
+
+
+def test_decays_of_nothing_have_their_gradient_under_a_bonus() -> None:
+    """A running sum less its last term may round to more than the sum before it, and what is held at 0 has no gradient."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        q, k, v = (torch.randn(1, 1, 16, 2, dtype=torch.float64, generator=generator) for _ in range(3))
+        log_decay = -torch.rand(1, 1, 16, dtype=torch.float64, generator=generator)
+        log_decay = log_decay.masked_fill(torch.rand(1, 1, 16, generator=generator) < 0.5, 0).requires_grad_()
+        bonus = torch.ones(1, 2, dtype=torch.float64)
+        got, expected = (
+            torch.autograd.grad(core(q, k, v, log_decay, bonus=bonus)[0].sum(), log_decay)[0]
+            for core in (decay.gated_linear_attention, reference.gated_linear_attention)
+        )
+        torch.testing.assert_close(got, expected)
+
+
+def test_what_is_recomputed_by_checkpointing_is_recomputed_once() -> None:
+    made = inputs(20, "channel")
+    expected = torch.autograd.grad(decay.gated_linear_attention(*made)[0].sum(), made)
+    y = torch.utils.checkpoint.checkpoint(lambda *made: decay.gated_linear_attention(*made)[0], *made, use_reentrant=False)
+    for a, b in zip(torch.autograd.grad(y.sum(), made), expected, strict=True):
+        torch.testing.assert_close(a, b)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from registry import variants
+from registry import UserError, variants
 from tests.variants.schemes import Stretched
 from variants.contract import Context, NotApplicable
 from variants.ops import reference
@@ -221,15 +221,43 @@ def test_what_cannot_be_is_refused(name) -> None:
         build(name, chunk=0)
 
 
+@pytest.mark.parametrize("name", ["deltanet", "gated_deltanet", "kda"])
+def test_a_scheme_that_makes_keys_longer_is_refused_where_they_must_have_length_one(name) -> None:
+    with pytest.raises(NotApplicable, match="needs keys of length 1, and XPos makes them longer"):
+        build(name, position="xpos")
+
+
+@pytest.mark.parametrize("name", ["gla", "deltanet", "kda", "rwkv6"])
+def test_a_table_of_positions_is_no_operation(name) -> None:
+    assert build(name, position="learned").flops(100) == build(name).flops(100)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("gla", {"gate_root": 0.0}, "gate_root must be positive; got 0"),
-        ("gla", {"gate_rank": 0}, "rank of a gate must be at least 1; got 0"),
+        ("gla", {"gate_rank": 2.5}, "variant 'gla': gate_rank takes int; got 2.5"),
+        ("gla", {"gate_root": "x"}, "gate_root takes float; got 'x'"),
+        ("deltanet", {"allow_negative_eigenvalues": "yes"}, "allow_negative_eigenvalues takes bool; got 'yes'"),
+        ("deltanet", {"reflections": None}, "reflections takes int; got None"),
+        ("rwkv6", {"layer": "a"}, "layer takes int or null; got 'a'"),
+        ("linear", {"chunk": True}, "chunk takes int; got True"),
+    ],
+)
+def test_options_of_another_type_are_refused_by_name(name, options, message) -> None:
+    with pytest.raises(UserError, match=message):
+        variants.build(name, dim=DIM, heads=HEADS, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("gla", {"gate_root": 0.0}, "gate_root a positive number; got 16 and 0"),
+        ("gla", {"gate_rank": 0}, "gate_rank must be at least 1 .*; got 0 and 16"),
         ("retention", {"value_dim": 0}, "value_dim must be positive; got 0"),
         ("deltanet", {"reflections": 0}, "reflections must be at least 1; got 0"),
         ("deltanet", {"short_conv": -1}, "short_conv must be 0"),
         ("rwkv6", {"layer": 3, "layers": 2}, "layer must be from 0 to layers - 1; got layer=3 of layers=2"),
+        ("rwkv6", {"layers": 0}, "layer must be from 0 to layers - 1; got layer=0 of layers=0"),
         ("rwkv6", {"shift_rank": 0}, "shift_rank must be at least 1; got 0"),
     ],
 )
