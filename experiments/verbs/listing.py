@@ -23,19 +23,12 @@ def everything() -> dict[str, Any]:
                 "time": entry.facts.get("time", ""),
                 "state": entry.facts.get("state", ""),
                 "positions": list(entry.facts.get("hooks", ())),
-                "unit_keys": bool(entry.facts.get("unit_keys", False)),
                 "implementations": {name: usable(name) or "usable" for name in entry.facts.get("implementations", ())},
             }
             for entry in map(registry.variants.entry, registry.variants.names())
         ],
         "positions": [
-            {
-                "name": entry.name,
-                "summary": entry.summary,
-                "hooks": list(entry.facts.get("hooks", ())),
-                "length_dependent": bool(entry.facts.get("length_dependent", False)),
-                "isometric": bool(entry.facts.get("isometric", True)),
-            }
+            {"name": entry.name, "summary": entry.summary, "hooks": list(entry.facts.get("hooks", ()))}
             for entry in map(registry.positions.entry, registry.positions.names())
         ],
         "tasks": [
@@ -82,20 +75,23 @@ def markdown(found: dict[str, Any]) -> str:
     """The same as Markdown, as it stands in README.md."""
     lines = ["| variant | what it computes | time | state | position schemes |", "|---|---|---|---|---|"]
     for row in found["variants"]:
-        hooks = {"embed", *row["positions"]}
-        # What keeps no key cannot turn it again once its row is longer.
-        kept = row["state"] != "1"
-        taken = [
-            x["name"]
-            for x in found["positions"]
-            if set(x["hooks"]) <= hooks and (kept or not x["length_dependent"]) and (x["isometric"] or not row["unit_keys"])
-        ]
+        taken = [scheme["name"] for scheme in found["positions"] if _takes(row["name"], scheme["name"])]
         lines.append(
             f"| `{row['name']}` | {row['summary']} | O({row['time']}) | O({row['state']}) | {' '.join(f'`{name}`' for name in taken)} |"
         )
     for kind in ("positions", "tasks"):
         lines += ["", f"| {kind.removesuffix('s')} | |", "|---|---|", *(f"| `{row['name']}` | {row['summary']} |" for row in found[kind])]
     return "\n".join(lines)
+
+
+def _takes(variant: str, position: str) -> bool:
+    """Whether the facts of both say that they go together."""
+    mixer, scheme = registry.variants.entry(variant).facts, registry.positions.entry(position).facts
+    if not set(scheme.get("hooks", ())) <= {"embed", *mixer.get("hooks", ())}:
+        return False
+    # What keeps no key cannot turn it again once its row is longer.
+    again = scheme.get("length_dependent", False) and mixer.get("state") == "1"
+    return not again and (scheme.get("isometric", True) or not mixer.get("unit_keys", False))
 
 
 def show_one(described: dict[str, Any]) -> None:

@@ -39,7 +39,7 @@ class Plugged(Full):
         ("trainer.steps=abc", "trainer.steps: Value 'abc'"),
         ("model.layers=2.5", "model.layers: Value '2.5'"),
         ("trainer=3", "trainer is chosen by name. Valid: default"),
-        ("variant=null", "variant is chosen by name. Valid: differential"),
+        ("variant=null", "variant is chosen by name. Valid: deltanet"),
         ("trainer.precision=[1]", "trainer.precision"),
         ("+new=1", "neither added nor deleted"),
         ("~seed", "neither added nor deleted"),

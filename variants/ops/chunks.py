@@ -109,9 +109,10 @@ class Left:
         return found
 
     def _by_halves(self, rows: Sequence[Tensor], k: Tensor, bonus: Tensor | None) -> list[Tensor]:
-        """Blocks of 1, 2, 4, ... tokens, each put together from two halves and the products between them."""
+        """Blocks of 1, 2, 4, ... tokens, each put together from two halves and the products between them, for all rows at once."""
         assert self.total is not None and self.at_queries is not None
-        found = [self._own(row, k, bonus)[..., None, None] for row in rows]
+        every = torch.stack(list(rows), dim=-2)  # the rows of a token lie side by side, so that one product serves all
+        found = self._own(every, k.unsqueeze(-2), bonus)[..., None, :, None]
         size = 1
         while size < self.chunk:
             halves = (-1, 2, size)
@@ -119,18 +120,17 @@ class Left:
             _, at_queries = torch.unflatten(self.at_queries, -2, halves).unbind(-3)
             edge = total[..., -1:, :]
             keys = (torch.unflatten(k, -2, halves).unbind(-3)[0] * self._exp(edge - total)).transpose(-2, -1)
-            left = self._exp(at_queries - edge)
-            for n, row in enumerate(rows):
-                between = (torch.unflatten(row, -2, halves).unbind(-3)[1] * left) @ keys
-                first, second = torch.unflatten(found[n], -3, (-1, 2)).unbind(-3)
-                upper = torch.cat([first, torch.zeros_like(between)], dim=-1)
-                found[n] = torch.cat([upper, torch.cat([between, second], dim=-1)], dim=-2)
+            late = torch.unflatten(every, -3, halves).unbind(-4)[1] * self._exp(at_queries - edge).unsqueeze(-2)
+            between = torch.unflatten(late.flatten(-3, -2) @ keys, -2, (size, -1))
+            first, second = torch.unflatten(found, -4, (-1, 2)).unbind(-4)
+            upper = torch.cat([first, torch.zeros_like(between)], dim=-1)
+            found = torch.cat([upper, torch.cat([between, second], dim=-1)], dim=-3)
             size *= 2
-        return [x.squeeze(-3) for x in found]
+        return list(found.squeeze(-4).unbind(-2))
 
     def _own(self, row: Tensor, k: Tensor, bonus: Tensor | None) -> Tensor:
         """Products of queries with their own keys."""
-        return (row * k if bonus is None else row * k * bonus[:, None, None]).sum(-1)
+        return (row * k if bonus is None else row * k * bonus.reshape(bonus.shape[0], *[1] * (row.ndim - 3), -1)).sum(-1)
 
     def _exp(self, exponent: Tensor) -> Tensor:
         return exponent.to(self.dtype).clamp(min=LOWEST).exp()

@@ -27,7 +27,7 @@ from variants.ops.chunks import LOWEST, Left, cut, power_of_two
 from variants.ops.precision import without_autocast
 
 #: Tokens whose inside is alive at once; fewer make products too small, more fall out of the caches.
-BLOCK = 512
+BLOCK = 1024
 
 
 def gated_linear_attention(

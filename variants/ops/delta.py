@@ -27,7 +27,7 @@ from variants.ops.chunks import LOWEST, Left, cut, power_of_two
 from variants.ops.precision import without_autocast
 
 #: Tokens whose inside is alive at once.
-BLOCK = 512
+BLOCK = 1024
 
 
 def delta_rule(

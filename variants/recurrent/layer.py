@@ -128,16 +128,12 @@ class Recurrent(Mixer):
         if context.valid is not None:  # what lies in a pad writes nothing and forgets nothing
             k = k.masked_fill(~context.valid[:, None, :, None], 0)
             gates = {**gates, "log_decay": still(gates.get("log_decay"), context)}
-        y, matrix = self.recur(q, k, v, gates, context, state)
+        # Without segments nothing starts again, and what was never seen is 0.
+        told = {"before": None if context.segment_ids is None else before, "initial": None if state is None else state["matrix"]}
+        y, matrix = self.core()(q, k, v, **gates, **told)
         y = self.norm(y, x.dtype)
         y = y if self.gate is None else y * self.gate(x)
         return self.projections.back(y), parts if state is None else parts | {"matrix": matrix}, {}
-
-    def recur(self, q: Tensor, k: Tensor, v: Tensor, gates: Gates, context: Context, state: State | None) -> tuple[Tensor, Tensor]:
-        """(o, last state) of the core."""
-        # Without segments nothing starts again, and what was never seen is 0.
-        before = None if context.segment_ids is None else extent(q[:, 0], context, state)[0]
-        return self.core()(q, k, v, **gates, before=before, initial=None if state is None else state["matrix"])
 
     def core(self) -> Callable[..., tuple[Tensor, Tensor]]:
         """The core that runs: (q, k, v, gates by name, before, initial) -> (o, last state)."""
@@ -193,8 +189,6 @@ class LowRank(nn.Module):
 
     def __init__(self, dim: int, rank: int, width: int, *, bias: bool):
         super().__init__()
-        if rank < 1:
-            raise ValueError(f"the rank of a gate must be at least 1; got {rank}")
         self.down, self.up = nn.Linear(dim, rank, bias=False), nn.Linear(rank, width, bias=bias)
         if bias:
             nn.init.zeros_(self.up.bias)
