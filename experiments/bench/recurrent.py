@@ -38,28 +38,28 @@ def channel_decay(sizes: Sizes, length: int) -> Group:
 def delta_rule(sizes: Sizes, length: int) -> Group:
     """The delta rule without decay."""
     made = _inputs(sizes, length)
-    return _group("delta", sizes, length, made[:4], decays=0, fast=delta.delta_rule, loop=reference.delta_rule)
+    return _group("delta", sizes, length, made[:4], fast=delta.delta_rule, loop=reference.delta_rule)
 
 
 def gated_delta(sizes: Sizes, length: int) -> Group:
     """The delta rule with one decay a token and head."""
     made = _inputs(sizes, length, decays=1)
     path = partial(peers.transformers_delta, "qwen3_next", "torch_chunk_gated_delta_rule")
-    return _group("gated_delta", sizes, length, made, decays=1, fast=delta.delta_rule, loop=reference.delta_rule, peer=path)
+    return _group("gated_delta", sizes, length, made, fast=delta.delta_rule, loop=reference.delta_rule, peer=path)
 
 
 def channel_delta(sizes: Sizes, length: int) -> Group:
     """The delta rule with one decay a token and channel of the keys."""
     made = _inputs(sizes, length, decays=sizes.head_dim)
     path = partial(peers.transformers_delta, "kimi_linear", "chunk_kimi_delta_attention") if length <= KIMI else None
-    return _group("channel_delta", sizes, length, made, decays=sizes.head_dim, fast=delta.delta_rule, loop=reference.delta_rule, peer=path)
+    return _group("channel_delta", sizes, length, made, fast=delta.delta_rule, loop=reference.delta_rule, peer=path)
 
 
 def _decay(name: str, sizes: Sizes, length: int, *, channels: bool) -> Group:
     decays = sizes.head_dim if channels else 1
     q, k, v, _, log_decay = _inputs(sizes, length, decays=decays)
     fast, loop = decay.gated_linear_attention, reference.gated_linear_attention
-    return _group(name, sizes, length, [q, k, v, log_decay], decays=decays, fast=fast, loop=loop)
+    return _group(name, sizes, length, [q, k, v, log_decay], fast=fast, loop=loop)
 
 
 def _inputs(sizes: Sizes, length: int, *, decays: int = 0) -> list[Tensor]:
@@ -80,7 +80,6 @@ def _group(
     length: int,
     leaves: Sequence[Tensor],
     *,
-    decays: int,
     fast: Core,
     loop: Core,
     peer: Callable[[], Callable[..., Tensor]] | None = None,

@@ -51,9 +51,8 @@ class _Blocks(torch.autograd.Function):
             o, state = block(state, part, fixed)
             outputs.append(o)
         ctx.block, ctx.size, ctx.count = block, size, count
-        # A state that only a constant was added to may be one that was given.
         ctx.save_for_backward(*inputs, *states)
-        return torch.cat(outputs, dim=2), state.clone() if state is states[0] else state
+        return torch.cat(outputs, dim=2), state
 
     @staticmethod
     @once_differentiable
