@@ -26,7 +26,7 @@ from variants.contract import Context, Mixer, MixerOutput, NotApplicable, State
 CAST_BOUND = 2e-2
 #: A norm over a head that reads almost nothing makes more of a rounding: so many times what other roundings of the parameters change is
 #: allowed, up to where the outputs are no longer the same.
-ROUNDINGS, CAST_LIMIT = 4, 1e-1
+ROUNDINGS, CAST_LIMIT = 2, 1e-1
 
 Call = Callable[[Tensor, Context | None, State | None], MixerOutput]
 
