@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class Package(NamedTuple):
-    """What an implementation needs: a module besides torch, the extra of attnlab that installs it, a CUDA device or not."""
+    """What an implementation needs: a module besides torch, the extra of attnlab that installs it if one does, a CUDA device or not."""
 
     module: str | None
     extra: str
@@ -35,6 +35,8 @@ class Package(NamedTuple):
 PACKAGES = {
     "flash_attn": Package("flash_attn", extra="cuda", cuda=True),
     "fla": Package("fla.ops.simple_gla", extra="cuda", cuda=True),
+    "mamba_ssm": Package("mamba_ssm.ops.selective_scan_interface", extra="cuda", cuda=True),
+    "numba": Package("numba", extra="", cuda=False),
     "flex": Package(None, extra="", cuda=True),  # torch has it, but on a CPU it gives no gradients
 }
 
@@ -100,7 +102,8 @@ def _absence(module: str, extra: str) -> str | None:
         found = importlib.util.find_spec(module.partition(".")[0])
     except ValueError:  # a module that somebody made by hand
         return None
-    return f"not installed: pip install 'attnlab[{extra}]'" if found is None else None
+    wanted = f"'attnlab[{extra}]'" if extra else module
+    return f"not installed: pip install {wanted}" if found is None else None
 
 
 @functools.cache

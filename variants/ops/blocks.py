@@ -26,10 +26,10 @@ def run(
     fixed: Sequence[Tensor | None],
     *,
     size: int,
-) -> tuple[Float[Tensor, "batch heads time value_dim"], Float[Tensor, "batch heads key_dim value_dim"]]:
+) -> tuple[Float[Tensor, "batch heads time out_dim"], Float[Tensor, "batch heads key_dim value_dim"]]:
     """(outputs, last state) of `block` over consecutive blocks of `size` tokens. Time is the third axis of every input in `timed`.
 
-    The outputs are as wide as the states. What fits one block is left to autograd; beyond, there are first derivatives only, and no
+    What fits one block is left to autograd; beyond, there are first derivatives only, and no
     transforms of `torch.func`.
     """
     first = next(x for x in timed if x is not None)

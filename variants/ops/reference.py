@@ -116,6 +116,37 @@ def delta_rule(
     return torch.stack(outputs, dim=2), state
 
 
+def selective_scan(
+    x: Float[Tensor, "batch time channels"],
+    step: Float[Tensor, "batch time channels"],
+    rate: Float[Tensor, "channels state"],
+    write: Float[Tensor, "batch time state"],
+    read: Float[Tensor, "batch time state"],
+    *,
+    before: Int[Tensor, "batch time"] | None = None,
+    initial: Float[Tensor, "batch channels state"] | None = None,
+    signed: bool = False,
+) -> tuple[Float[Tensor, "batch time channels"], Float[Tensor, "batch channels state"]]:
+    """h_t = a_t h_{t-1} + step_t x_t write_t, y_t = h_t read_t, a_t = exp(step_t rate): (y, last h).
+
+    Gu and Dao 2023 name these u, delta, A, B and C. signed: a_t = 2 exp(step_t rate) - 1, in (-1, 1). h starts from `initial` (default 0)
+    and again from 0 where `before` is 0. In fp32 or better, whatever the inputs are in.
+    """
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    x, step, rate, write, read = (part.to(dtype) for part in (x, step, rate, write, read))
+    state = x.new_zeros(len(x), *rate.shape) if initial is None else initial.to(dtype)
+    outputs = []
+    for t in range(x.shape[1]):
+        if before is not None:
+            state = state.masked_fill((before[:, t] == 0)[:, None, None], 0)
+        decay = (step[:, t, :, None] * rate).exp()
+        if signed:
+            decay = 2 * decay - 1
+        state = decay * state + (step[:, t] * x[:, t]).unsqueeze(-1) * write[:, t, None, :]
+        outputs.append((state @ read[:, t, :, None]).squeeze(-1))
+    return torch.stack(outputs, dim=1), state
+
+
 def _by_channel(log_decay: Tensor) -> Tensor:
     """(batch, heads, time, 1 or key_dim)."""
     return log_decay.unsqueeze(-1) if log_decay.ndim == 3 else log_decay

@@ -11,7 +11,8 @@ state_dim * head_dim a head.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -21,14 +22,15 @@ from torch.nn.functional import silu, softplus
 
 from registry import variants
 from variants import implementations
-from variants.contract import Context, Mixer, State, extent
-from variants.projections import convolved
+from variants.contract import Context, State, extent
+from variants.ops import mamba_kernels
 from variants.recurrent.gated_deltanet import steps
 from variants.recurrent.layer import DECAY, empty_matrix, heads_first, pairs, running
+from variants.recurrent.state_space import StateSpace
 
 
-@variants.register("mamba2", time="T", state="1", hooks=(), implementations=("fla", "torch", "reference"))
-class Mamba2(Mixer):
+@variants.register("mamba2", time="T", state="1", hooks=(), implementations=("mamba_ssm", "fla", "torch", "reference"))
+class Mamba2(StateSpace):
     """A selective state space with one decay a head, in chunks of matrix products.
 
     Options:
@@ -43,13 +45,6 @@ class Mamba2(Mixer):
         impl: which implementation runs; `auto` takes the fastest that is usable.
     """
 
-    hooks: ClassVar[tuple[str, ...]] = ()
-    refused: ClassVar = {
-        "rotate": "its order is in its decays",
-        "relate": "it looks at no key again",
-        "bias": "it never writes out the logits that a bias could be added to",
-    }
-    keeps_keys: ClassVar[bool] = False
     implementations: tuple[str, ...]
 
     def __init__(
@@ -70,15 +65,7 @@ class Mamba2(Mixer):
         head_dim: int | None = None,
         **options: Any,
     ):
-        for option, value in (
-            ("expand", expand),
-            ("state_dim", state_dim),
-            ("groups", groups),
-            ("short_conv", short_conv),
-            ("chunk", chunk),
-        ):
-            if value < 1:
-                raise ValueError(f"Mamba2: {option} must be at least 1; got {value}")
+        self.at_least_one(expand=expand, state_dim=state_dim, groups=groups, short_conv=short_conv, chunk=chunk)
         if head_dim is None and heads > 0 and (expand * dim) % heads == 0:
             head_dim = expand * dim // heads
         super().__init__(dim, heads, position, head_dim=head_dim, **options)
@@ -88,12 +75,13 @@ class Mamba2(Mixer):
             raise ValueError(f"Mamba2: least_step must be below largest_step, and neither negative; got {least_step} and {largest_step}")
         self.state_dim, self.groups, self.chunk = state_dim, groups, chunk
         self.limits, self.negative = (least_step, largest_step), allow_negative_eigenvalues
-        self.implementation = implementations.choose("Mamba2", impl, self.implementations)
+        excluded = {"mamba_ssm": "its decays are positive"} if allow_negative_eigenvalues else {}
+        self.implementation = implementations.choose("Mamba2", impl, self.implementations, excluded=excluded)
         width = heads * self.head_dim
         #: z, x, B and C, dt
         self.widths = (width, width + 2 * groups * state_dim, heads)
         self.in_proj = nn.Linear(dim, sum(self.widths), bias=False)
-        self.conv1d = nn.Conv1d(self.widths[1], self.widths[1], short_conv, groups=self.widths[1])
+        self.conv1d = self.convolution(self.widths[1], short_conv)
         self.dt_bias = nn.Parameter(steps(heads))
         self.A_log = nn.Parameter(torch.empty(heads).uniform_(1, 16).log())
         self.D = nn.Parameter(torch.ones(heads))
@@ -106,53 +94,55 @@ class Mamba2(Mixer):
         """Project, convolve, run the core, skip, gate and normalise, project back."""
         before, _ = extent(x, context, state)
         z, channels, dt = self.in_proj(x).split(self.widths, dim=-1)
-        channels, parts = convolved(channels, self.conv1d.weight.squeeze(1), context, state, before)
-        assert self.conv1d.bias is not None
-        channels = silu(channels + self.conv1d.bias)
+        channels, parts = self.convolve(channels, context, state, before)
         apart = "batch time (heads width) -> batch heads time width"
         shared = self.groups * self.state_dim
         values, keys, queries = channels.split([self.heads * self.head_dim, shared, shared], dim=-1)
         values = rearrange(values, apart, heads=self.heads)
-        keys, queries = (
-            rearrange(part, apart, heads=self.groups).repeat_interleave(self.heads // self.groups, 1) for part in (keys, queries)
-        )
-        step, log_decay, sign = self.discretised(dt, context)
-        written = values * step.unsqueeze(-1)
-        if sign is not None:  # what has been flipped an odd number of times since a token was written is flipped where it is read
-            keys, queries = keys * sign, queries * sign
-        y, matrix = running(DECAY, self.implementation, self.chunk)(
-            queries,
-            keys,
-            written,
-            log_decay,
-            before=None if context.segment_ids is None else before,
-            initial=None if state is None else state["matrix"],
-        )
+        keys, queries = (rearrange(part, apart, heads=self.groups) for part in (keys, queries))
+        told = {"before": None if context.segment_ids is None else before, "initial": None if state is None else state["matrix"]}
+        wide = torch.promote_types(dt.dtype, torch.float32)
+        step, rate = self.step_sizes(dt, context), -self.A_log.to(wide).exp()
+        if self.implementation == "mamba_ssm":
+            y, matrix = mamba_kernels.state_space_duality(queries, keys, values, step, rate, chunk=self.chunk, **told)
+        else:
+            y, matrix = self.recurrence(queries, keys, values * step.unsqueeze(-1), step * rate[:, None], told)
         y = y + values * self.D[:, None, None]
         y = self.norm(rearrange(y, "batch heads time width -> batch time (heads width)"), z)
         if state is not None:
-            parts |= {"matrix": matrix if sign is None else matrix * sign[:, :, -1:]}
+            parts |= {"matrix": matrix}
         return self.out_proj(y), parts, {}
 
-    def discretised(
-        self, dt: Float[Tensor, "batch time heads"], context: Context
-    ) -> tuple[Float[Tensor, "batch heads time"], Float[Tensor, "batch heads time"], Float[Tensor, "batch heads time 1"] | None]:
-        """(d, the logarithm of the decay's size, how often its sign has changed so far, as 1 or -1), fp32 or better; pads stand still."""
+    def step_sizes(self, dt: Float[Tensor, "batch time heads"], context: Context) -> Float[Tensor, "batch heads time"]:
+        """d, in fp32 or better; 0 at pads, which then write nothing and forget nothing."""
         wide = torch.promote_types(dt.dtype, torch.float32)
         step = heads_first(softplus(dt.to(wide) + self.dt_bias.to(wide))).clamp(*self.limits)
-        if context.valid is not None:
-            step = step.masked_fill(~context.valid[:, None], 0)
-        log_decay = -self.A_log.to(wide).exp()[:, None] * step
+        return step if context.valid is None else step.masked_fill(~context.valid[:, None], 0)
+
+    def recurrence(
+        self,
+        queries: Float[Tensor, "batch groups time state"],
+        keys: Float[Tensor, "batch groups time state"],
+        values: Float[Tensor, "batch heads time head_dim"],
+        log_decay: Float[Tensor, "batch heads time"],
+        told: Mapping[str, Tensor | None],
+    ) -> tuple[Float[Tensor, "batch heads time head_dim"], Float[Tensor, "batch heads state head_dim"]]:
+        """(o, last state) of the decay core, for decays of either sign."""
+        queries, keys = (part.repeat_interleave(self.heads // self.groups, 1) for part in (queries, keys))
+        core = running(DECAY, self.implementation, self.chunk)
         if not self.negative:
-            return step, log_decay, None
+            return core(queries, keys, values, log_decay, **told)
         decay = 2 * log_decay.exp() - 1
-        sign = torch.where(decay < 0, -1.0, 1.0).to(wide).cumprod(-1).unsqueeze(-1)
-        return step, decay.abs().clamp(min=torch.finfo(wide).tiny).log(), sign
+        # What has been flipped an odd number of times since a token was written is flipped where it is read.
+        sign = torch.where(decay < 0, -1.0, 1.0).to(decay).cumprod(-1).unsqueeze(-1)
+        size = decay.abs().clamp(min=torch.finfo(decay.dtype).tiny).log()
+        o, last = core(queries * sign, keys * sign, values, size, **told)
+        return o, last * sign[:, :, -1:]
 
     def init_parts(self, batch: int, **like: Any) -> dict[str, Tensor]:
         """A matrix of 0, in fp32 or better whatever the model's dtype, and the convolution's taps."""
-        taps = torch.zeros(batch, self.conv1d.kernel_size[0] - 1, self.widths[1], **like)
-        return {"matrix": empty_matrix(batch, self.heads, self.state_dim, self.head_dim, **like), "taps": taps}
+        matrix = empty_matrix(batch, self.heads, self.state_dim, self.head_dim, **like)
+        return {"matrix": matrix, "taps": self.empty_taps(batch, **like)}
 
     def flops(self, time: int) -> int:
         """Projections and the convolution, and for each head writing and reading the state, and the pairs in sight inside the chunks."""
@@ -162,7 +152,7 @@ class Mamba2(Mixer):
 
     def state_elements(self, time: int) -> int:
         """The matrices and the convolution's taps, whatever the length."""
-        return self.heads * self.state_dim * self.head_dim + (self.conv1d.kernel_size[0] - 1) * self.widths[1]
+        return self.heads * self.state_dim * self.head_dim + self.taps_elements()
 
 
 class GatedNorm(nn.Module):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from types import SimpleNamespace
 
-import jaxtyping
 import pytest
 import torch
 from torch import Tensor
@@ -27,15 +26,6 @@ SIGHTS = [
 def inputs(q_time: int, k_time: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(2, heads, t, 16, generator=generator).to(dtype) for heads, t in ((4, q_time), (2, k_time), (2, k_time))]
-
-
-@pytest.fixture
-def unchecked():
-    """FlexAttention traces what it is given, and trips over checks of types."""
-    checks = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", checks)
 
 
 @pytest.mark.parametrize("more", ["nothing", "sink", "fade"])
