@@ -41,6 +41,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) install --quiet --constraint constraints.txt --editable .
 	touch $@
 
+# mamba-ssm without its kernels is an oracle on a CPU.
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
+	MAMBA_FORCE_BUILD=TRUE MAMBA_SKIP_CUDA_BUILD=TRUE $(PIP) install --quiet --constraint constraints.txt --no-build-isolation --no-deps mamba-ssm
 	touch $@ $(VENV)/.installed

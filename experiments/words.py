@@ -51,6 +51,17 @@ def changed(words: Sequence[str], changes: Sequence[str]) -> list[str]:
     return [*kept, *changes]
 
 
+def plain_options(name: str, words: Sequence[str]) -> dict[str, Any]:
+    """`window=8`, an option of the variant `name` alone, as {"window": 8}, read as YAML reads it. Raises UserError."""
+    options = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise UserError(f"cannot read {word!r}; an option of {name} is written option=value")
+        options[key] = yaml.safe_load(value)
+    return options
+
+
 def read_choices(words: Sequence[str], groups: Iterable[str]) -> list[str]:
     """The words, with `position=found.yaml`, a mapping of a name and its options, written out. Raises UserError for a file without one."""
     chosen = set(groups)

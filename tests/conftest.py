@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import sys
+from types import ModuleType
 
 import jaxtyping
 import pytest
@@ -23,3 +25,21 @@ def unchecked():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", checks)
+
+
+#: What has been imported of mamba_ssm.
+_mamba_ssm: dict[str, ModuleType] = {}
+
+
+@pytest.fixture
+def mamba_ssm(monkeypatch):
+    """A function that imports a module of mamba_ssm, whose compiled parts, which need CUDA, are put there empty.
+
+    Afterwards it is gone: transformers would take its kernels.
+    """
+    for part in ("selective_scan_cuda", "causal_conv1d_cuda"):
+        monkeypatch.setitem(sys.modules, part, ModuleType(part))
+    sys.modules.update(_mamba_ssm)
+    yield lambda module: pytest.importorskip(f"mamba_ssm.{module}", exc_type=ImportError)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mamba_ssm"]:
+        _mamba_ssm[name] = sys.modules.pop(name)

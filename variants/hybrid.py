@@ -23,8 +23,15 @@ from registry import UserError, options, positions, variants
 from variants.cache import Slots
 from variants.contract import Context, Mixer, NotApplicable, State
 
+#: Jamba's Mamba has norms on what its steps, writing and reading are made from.
+_NORMED = {"name": "mamba", "norms": True}
 #: Stacks from the literature, of the parts that there are; Griffin's recurrence stands for any that decays by channel, here GLA.
-PRESETS: Mapping[str, str] = {"griffin": "gla*2 sliding_window", "kimi": "kda*3 mla"}
+PRESETS: Mapping[str, Any] = {
+    "jamba": [_NORMED] * 4 + ["full"] + [_NORMED] * 3,
+    "samba": "mamba sliding_window",
+    "griffin": "gla*2 sliding_window",
+    "kimi": "kda*3 mla",
+}
 #: What a state holds beside the parts of its mixer.
 COUNTERS = ("seen", "in_segment", "segment")
 
@@ -38,7 +45,7 @@ class Hybrid(Mixer):
 
     Options:
         pattern: `mamba2*7 full`, or a list of names, of mappings with `name` and options, and of lists whose entries stand side by side.
-        preset: a pattern by name, `griffin` or `kimi`, instead.
+        preset: a pattern by name instead: `jamba` (attention fifth of eight, without positions), `samba`, `griffin` or `kimi`.
         layer: index of the layer (default: 0; the model fills it in).
         layers: depth of the stack, for mixers that ask for it.
     """
@@ -53,7 +60,7 @@ class Hybrid(Mixer):
         position: Any = None,
         *,
         pattern: Any = "mamba2*7 full",
-        preset: Literal["none", "griffin", "kimi"] = "none",
+        preset: Literal["none", "jamba", "samba", "griffin", "kimi"] = "none",
         layer: int | None = None,
         layers: int | None = None,
         **options: Any,

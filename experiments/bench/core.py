@@ -212,6 +212,7 @@ GROUPS = {
     "delta": Workload(recurrent.delta_rule, 8192, (8192, 16384, 32768)),
     "gated_delta": Workload(recurrent.gated_delta, 4096, (8192, 16384, 32768)),
     "channel_delta": Workload(recurrent.channel_delta, 8192, (8192, 16384, 32768)),
+    "selective_scan": Workload(recurrent.selective_scan, 512, (2048, 4096, 8192)),
 }
 
 

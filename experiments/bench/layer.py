@@ -1,17 +1,23 @@
-"""Whole mixers with their default options: a pass over a sequence, or one token against a cache."""
+"""Whole mixers: a pass over a sequence, or one token against a cache.
+
+A candidate is the name of a variant, with options behind it where they are not the defaults: `mamba2 state_dim=64`. Beside it stand public
+layers that take its parameters, under the name of whose they are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 
+from experiments.bench import peers
 from experiments.bench.candidate import Candidate, Group, Notes, Point, Timing, measure
 from experiments.bench.sizes import Sizes
+from experiments.words import plain_options
 from registry import UserError, variants
 
 MODES = ("forward", "train", "decode")
@@ -23,12 +29,21 @@ STEPS = 8
 BASELINE = "full"
 
 
+class Built(NamedTuple):
+    """A mixer, the same by its reference implementation if it has one, and public layers that take its parameters."""
+
+    mixer: Any
+    reference: Any
+    public: dict[str, nn.Module]
+
+
 def run(
     sizes: Sizes, only: Sequence[str], modes: Sequence[str], lengths: Sequence[int], repeats: int | None, notes: Notes
 ) -> Iterator[Timing | Point]:
     """Every length in turn, all variants interleaved."""
-    names = list(dict.fromkeys(variants.entry(name).name for name in only)) or variants.names()
-    mixers = build(names, sizes, notes)
+    asked = [word.split() for word in only] or [[name] for name in variants.names()]
+    named = {(name := variants.entry(word).name, " ".join([name, *words])): words for word, *words in asked}
+    mixers = build({label: (name, plain_options(name, words)) for (name, label), words in named.items()}, sizes, notes)
     passes = [mode for mode in modes if mode != "decode"]
     if passes:
         yield from over(sorted(lengths or LENGTHS), "layer", sequence, mixers, sizes, passes, repeats, notes)
@@ -39,8 +54,8 @@ def run(
 def over(
     lengths: Sequence[int],
     name: str,
-    make: Callable[..., Candidate],
-    mixers: dict[str, Any],
+    make: Callable[..., Iterable[Candidate]],
+    mixers: Mapping[str, Built],
     sizes: Sizes,
     modes: Sequence[str],
     repeats: int | None,
@@ -49,54 +64,67 @@ def over(
     """One kind of candidate at every length. Verified at the shortest alone: a reference may take O(T^2) memory."""
     baseline = BASELINE if BASELINE in mixers else next(iter(mixers), "")
     for length in lengths:
-        candidates = []
+        candidates: list[Candidate] = []
         for variant, mixer in mixers.items():
             try:
-                candidates.append(make(variant, mixer, sizes, length, length == lengths[0]))
+                candidates += make(variant, mixer, sizes, length, length == lengths[0])
             except (NotImplementedError, ValueError) as error:  # no cache, or no such length
                 notes.left_out(name, variant, str(error))
         tokens = sizes.batch * (1 if make is decoding else length)
         yield from measure("layer", Group(name, length, tokens, baseline, candidates), modes, repeats, notes)
 
 
-def build(names: Sequence[str], sizes: Sizes, notes: Notes) -> dict[str, Any]:
-    """The mixers of these sizes that can be built with default options."""
+def build(asked: Mapping[str, tuple[str, dict[str, Any]]], sizes: Sizes, notes: Notes) -> dict[str, Built]:
+    """The mixers of these sizes that can be built, by label; each with its oracle and the public layers of the same parameters."""
     built = {}
-    for name in names:
+    for label, (name, options) in asked.items():
         torch.manual_seed(0)
         try:
-            built[name] = variants.build(name, dim=sizes.dim, heads=sizes.heads)
+            mixer = variants.build(name, **{"dim": sizes.dim, "heads": sizes.heads} | options)
         except (UserError, ValueError, TypeError) as error:
-            notes.left_out("layer", name, str(error))
+            notes.left_out("layer", label, str(error))
+            continue
+        built[label] = Built(mixer, reference(name, sizes, options), {})
+        for whose, make in peers.LAYERS.get(name, {}).items():
+            try:
+                theirs = make(mixer)
+                theirs.load_state_dict(mixer.state_dict())
+                built[label].public[f"{whose}'s {label}"] = theirs
+            except peers.Missing as reason:
+                notes.left_out("layer", f"{whose}'s {label}", str(reason))
     return built
 
 
-def sequence(name: str, mixer: Any, sizes: Sizes, length: int, verified: bool) -> Candidate:
-    """A full pass, verified against the variant's reference implementation where it has one."""
+def sequence(name: str, built: Built, sizes: Sizes, length: int, verified: bool) -> Iterator[Candidate]:
+    """A full pass of ours and of the public layers, verified against the variant's reference implementation where it has one."""
+    mixer, right, public = built
     x = inputs(sizes, length).requires_grad_()
-    right = reference(name, sizes) if verified else None
-    return Candidate(
-        name,
-        lambda: mixer(x).y,
-        None if right is None else lambda: functional_call(right, {**dict(mixer.named_parameters()), **dict(mixer.named_buffers())}, x).y,
-        (x, *(parameter for parameter in mixer.parameters() if parameter.requires_grad)),
-        flops=sizes.batch * mixer.flops(length),
-        state_bytes=sizes.batch * mixer.state_elements(length) * x.element_size(),
-    )
+    parameters = dict(mixer.named_parameters())
+    oracle = None
+    if verified and right is not None:
+        oracle = lambda: functional_call(right, {**parameters, **dict(mixer.named_buffers())}, x).y  # noqa: E731
+    leaves = (x, *(parameter for parameter in parameters.values() if parameter.requires_grad))
+    flops = sizes.batch * mixer.flops(length)
+    state_bytes = sizes.batch * mixer.state_elements(length) * x.element_size()
+    yield Candidate(name, lambda: mixer(x).y, oracle, leaves, flops=flops, state_bytes=state_bytes)
+    for label, theirs in public.items():
+        call = lambda theirs=theirs: functional_call(theirs, parameters, x)  # noqa: E731
+        yield Candidate(label, call, oracle, leaves, flops=flops, peer=True)
 
 
-def reference(name: str, sizes: Sizes) -> Any:
+def reference(name: str, sizes: Sizes, options: Mapping[str, Any]) -> Any:
     """The variant by its reference implementation; None where it has no such choice."""
     if "reference" not in variants.entry(name).facts.get("implementations", ()):
         return None
-    return variants.build(name, dim=sizes.dim, heads=sizes.heads, impl="reference")
+    return variants.build(name, **{"dim": sizes.dim, "heads": sizes.heads} | {**options, "impl": "reference"})
 
 
-def decoding(name: str, mixer: Any, sizes: Sizes, length: int, verified: bool) -> Candidate:
+def decoding(name: str, built: Built, sizes: Sizes, length: int, verified: bool) -> Iterator[Candidate]:
     """One token against a cache of `length`, verified against the last output of a full pass."""
+    mixer = built.mixer
     x = inputs(sizes, length + STEPS)
     decoder = Decoder(mixer, x, length)
-    return Candidate(
+    yield Candidate(
         name,
         decoder,
         (lambda: mixer(x[:, : length + 1]).y[:, length:]) if verified else None,

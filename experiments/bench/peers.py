@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -63,3 +63,51 @@ def transformers_delta(model: str, function: str) -> Callable[..., Tensor]:
         return o.transpose(1, 2)
 
     return call
+
+
+def mambapy_scan() -> Callable[..., Tensor]:
+    """mambapy's selective scan by its parallel `pscan`, on x, step, rate, write and read in our layout. Raises Missing."""
+    pscan = package("mambapy.pscan", "mambapy").pscan
+
+    def call(x: Tensor, step: Tensor, rate: Tensor, write: Tensor, read: Tensor) -> Tensor:
+        states = pscan((step.unsqueeze(-1) * rate).exp(), (step * x).unsqueeze(-1) * write.unsqueeze(2))
+        y: Tensor = (states @ read.unsqueeze(-1)).squeeze(-1)
+        return y
+
+    return call
+
+
+def mambapy_mamba(mixer: Any) -> nn.Module:
+    """mambapy's block of the sizes of our `mamba`, with the same names of parameters. Raises Missing."""
+    mamba = package("mambapy.mamba", "mambapy")
+    sizes = {"d_state": mixer.state_dim, "d_conv": mixer.conv1d.kernel_size[0], "expand_factor": mixer.width // mixer.dim}
+    block: nn.Module = mamba.MambaBlock(mamba.MambaConfig(d_model=mixer.dim, n_layers=1, dt_rank=mixer.dt_proj.in_features, **sizes))
+    return block
+
+
+def transformers_mamba(mixer: Any) -> nn.Module:
+    """The slow path of transformers' Mamba, likewise. Raises Missing."""
+    mamba = package("transformers.models.mamba.modeling_mamba", "transformers")
+    sizes = {"state_size": mixer.state_dim, "conv_kernel": mixer.conv1d.kernel_size[0], "expand": mixer.width // mixer.dim}
+    config = mamba.MambaConfig(hidden_size=mixer.dim, time_step_rank=mixer.dt_proj.in_features, **sizes)
+    block: nn.Module = mamba.MambaMixer(config, 0)
+    return block
+
+
+def transformers_mamba2(mixer: Any) -> nn.Module:
+    """The torch path of transformers' Mamba-2, likewise. Raises Missing."""
+    mamba2 = package("transformers.models.mamba2.modeling_mamba2", "transformers")
+    sizes = {"num_heads": mixer.heads, "head_dim": mixer.head_dim, "state_size": mixer.state_dim, "n_groups": mixer.groups}
+    expand = mixer.heads * mixer.head_dim // mixer.dim
+    config = mamba2.Mamba2Config(
+        hidden_size=mixer.dim, expand=expand, conv_kernel=mixer.conv1d.kernel_size[0], chunk_size=mixer.chunk, **sizes
+    )
+    block: nn.Module = mamba2.Mamba2Mixer(config, layer_idx=0)
+    return block
+
+
+#: Public layers that take the parameters of a variant of ours: variant -> {whose: what makes one of the same sizes}.
+LAYERS: dict[str, dict[str, Callable[[Any], nn.Module]]] = {
+    "mamba": {"mambapy": mambapy_mamba, "transformers": transformers_mamba},
+    "mamba2": {"transformers": transformers_mamba2},
+}

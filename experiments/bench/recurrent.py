@@ -1,4 +1,4 @@
-"""The recurrent cores, against causal attention, which costs O(T^2), against their own token loops and against transformers' torch paths.
+"""The recurrent cores, against causal attention, which costs O(T^2), against their own token loops and against public torch paths.
 
 A token loop takes seconds a thousand tokens, and is timed up to LOOPED. Beyond, candidates are verified against chunks of another size in
 fp64, which the loop has been compared with at the short lengths; and attention is left out beyond ATTENDED tokens.
@@ -16,9 +16,11 @@ from torch.nn.functional import logsigmoid, normalize
 from experiments.bench import peers
 from experiments.bench.candidate import Candidate, Group
 from experiments.bench.sizes import Sizes
-from variants.ops import decay, delta, reference
+from variants.ops import decay, delta, reference, scan, scan_numba
 
 LOOPED, ATTENDED = 1024, 16384
+#: Numbers a channel of a selective scan, as Mamba has them.
+STATE = 16
 #: Kimi's path writes (chunk, chunk, channels) numbers for each chunk out, gigabytes of them beyond so many tokens.
 KIMI = 2048
 
@@ -53,6 +55,37 @@ def channel_delta(sizes: Sizes, length: int) -> Group:
     made = _inputs(sizes, length, decays=sizes.head_dim)
     path = partial(peers.transformers_delta, "kimi_linear", "chunk_kimi_delta_attention") if length <= KIMI else None
     return _group("channel_delta", sizes, length, made, fast=delta.delta_rule, loop=reference.delta_rule, peer=path)
+
+
+def selective_scan(sizes: Sizes, length: int) -> Group:
+    """Mamba's scan over heads * head_dim channels: compiled loops, chunks of torch, and mambapy's parallel scan."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (sizes.batch, length)
+    channels = sizes.heads * sizes.head_dim
+    x, write, read = (torch.randn(*shape, width, generator=generator) for width in (channels, STATE, STATE))
+    step = 10 ** (-3 + 2 * torch.rand(*shape, channels, generator=generator))
+    leaves = [part.requires_grad_() for part in (x, step, -torch.arange(1.0, STATE + 1).repeat(channels, 1), write, read)]
+
+    def right() -> Tensor:
+        if length <= LOOPED:
+            return reference.selective_scan(*leaves)[0]
+        return scan.selective_scan(*(part.double() for part in leaves))[0].float()
+
+    def add(name: str, call: Callable[..., Tensor], *, peer: bool = False) -> Candidate:
+        flops = 9 * sizes.batch * length * channels * STATE
+        state_bytes = 4 * sizes.batch * channels * STATE
+        return Candidate(name, lambda: call(*leaves), right, leaves, flops=flops, peer=peer, state_bytes=state_bytes)
+
+    candidates, left_out = [add("loops", lambda *made: scan_numba.selective_scan(*made)[0])], {}
+    candidates.append(add("chunks", lambda *made: scan.selective_scan(*made)[0]))
+    try:
+        candidates.append(add("mambapy", peers.mambapy_scan(), peer=True))
+    except peers.Missing as reason:
+        left_out["mambapy"] = str(reason)
+    if length <= LOOPED:
+        candidates.append(add("token loop", lambda *made: reference.selective_scan(*made)[0]))
+    baseline = "mambapy" if "mambapy" not in left_out else "chunks"
+    return Group("selective_scan", length, sizes.batch * length, baseline, candidates, left_out)
 
 
 def _decay(name: str, sizes: Sizes, length: int, *, channels: bool) -> Group:

@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import yaml
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 import registry
+from experiments.words import plain_options
 from registry import UserError
 from variants.conformance.run import Outcome, as_json, left_out, subjects_of
 from variants.conformance.run import check as run_checks
@@ -27,7 +27,7 @@ def check(name: str, words: Sequence[str], *, fast: bool, report: Callable[[Any]
     if name not in registry.variants.names() and name in registry.positions.names():
         raise UserError(f"{name!r} is a position scheme; it is checked under a variant: attnlab check full position={name}")
     console = Console(stderr=True)
-    options = _options(name, words)
+    options = plain_options(name, words)
     torch.set_num_threads(1)  # all tensors are small, and more threads would spend their time waiting for each other
     # What a mixer prints belongs on standard error: on the other there is the document alone.
     with console.status(f"checking {name}") as progress, contextlib.redirect_stdout(sys.stderr):
@@ -59,14 +59,3 @@ def show(name: str, forms: Sequence[str], outcomes: Sequence[Outcome], not_check
     console.print("", ", ".join(f"{count} {status}" for status, count in counts.items()), "", "Not checked:", sep="\n")
     for phrase in not_checked:
         console.print(Padding(Text(phrase), (0, 0, 0, 2)))
-
-
-def _options(name: str, words: Sequence[str]) -> dict[str, Any]:
-    """`window=8` as {"window": 8}, read as YAML reads it."""
-    options = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals:
-            raise UserError(f"cannot read {word!r}; an option of {name} is written option=value")
-        options[key] = yaml.safe_load(value)
-    return options

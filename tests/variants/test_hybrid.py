@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import typing
+
 import pytest
 import torch
 from torch import Tensor
 
 from experiments import model
 from experiments.config import resolve
-from registry import UserError, variants
+from registry import UserError, options, variants
 from variants.contract import NotApplicable
 from variants.hybrid import PRESETS, parse
 
@@ -31,7 +33,18 @@ def test_a_pattern_is_read_layer_by_layer() -> None:
     assert names("mamba2+full*2 gla") == [["mamba2", "full"], ["mamba2", "full"], ["gla"]]
     assert names(["gla", {"name": "full", "kv_heads": 1}, ["kda", {"name": "mla"}]]) == [["gla"], ["full"], ["kda", "mla"]]
     assert parse([{"name": "full", "kv_heads": 1}])[0][0]["kv_heads"] == 1
-    assert {name: len(parse(pattern)) for name, pattern in PRESETS.items()} == {"griffin": 3, "kimi": 4}
+
+
+def test_presets_are_the_stacks_of_their_papers() -> None:
+    assert {preset: " ".join(name for (name,) in names(pattern)) for preset, pattern in PRESETS.items()} == {
+        "jamba": "mamba mamba mamba mamba full mamba mamba mamba",
+        "samba": "mamba sliding_window",
+        "griffin": "gla gla sliding_window",
+        "kimi": "kda kda kda mla",
+    }
+    assert set(PRESETS) | {"none"} == {
+        word for option in options(variants.get("hybrid")) if option.name == "preset" for word in typing.get_args(option.type)
+    }
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ CHEAP = (2_000_000_000, 64_000_000)
 #: Options that cut the work into chunks, unless the class says otherwise in `chunk_options`.
 CHUNK_OPTIONS = ("chunk", "block")
 #: Implementations whose work does not pass torch's dispatcher.
-OUTSIDE_TORCH = {"numba", *implementations.PACKAGES}
+OUTSIDE_TORCH = frozenset(implementations.PACKAGES)
 
 
 def declared_operations_agree_with_counted_ones(subject: Subject) -> str:
@@ -211,15 +211,29 @@ def _lengths(subject: Subject) -> tuple[int, ...]:
 
 
 def _countable(subject: Subject) -> Mixer:
-    """The mixer in fp32, in the implementation that it chose or, where that one works outside torch, in the next that does not."""
+    """The mixer in fp32, in the implementation that it chose or, where that one works outside torch, in the next that does not.
+
+    The mixers that a mixer is made of have no option of their own here; they look up at each call what to run.
+    """
     _only_as_given(subject)
     mixer = subject.build(torch.float32)
     if getattr(mixer, "implementation", "") in OUTSIDE_TORCH:
-        inside = [name for name in type(mixer).implementations if name not in OUTSIDE_TORCH]  # type: ignore[attr-defined]
-        if not inside or "impl" in subject.arguments:
+        inside = _inside_torch(mixer)
+        if inside is None or "impl" in subject.arguments:
             raise NotApplicable(f"{mixer.implementation} works outside torch, where nothing is counted")
-        mixer = subject.build(torch.float32, impl=inside[0])
+        mixer = subject.build(torch.float32, impl=inside)
+    for part in mixer.modules():
+        if part is not mixer and isinstance(part, Mixer) and getattr(part, "implementation", "") in OUTSIDE_TORCH:
+            inside = _inside_torch(part)
+            if inside is None:
+                raise NotApplicable(f"{part.implementation} works outside torch, where nothing is counted")
+            part.implementation = inside  # type: ignore[assignment]
     return mixer
+
+
+def _inside_torch(mixer: Mixer) -> str | None:
+    """The fastest implementation whose work passes torch's dispatcher."""
+    return next((name for name in type(mixer).implementations if name not in OUTSIDE_TORCH), None)  # type: ignore[attr-defined]
 
 
 def _count(mixer: Mixer, time: int, *, backward: bool = False) -> Meter:

@@ -101,6 +101,13 @@ def convolution(
     """`conv.short_convolution` of a row that begins here, a bias, and SiLU; the kernel has widths of 2 to 4."""
     if not x.is_cuda or not 2 <= weight.shape[1] <= 4 or x.dtype == torch.float64:
         return silu(conv.short_convolution(x, weight) + bias)
+    return convolution_kernel(x, weight, bias)
+
+
+def convolution_kernel(
+    x: Float[Tensor, "batch time channels"], weight: Float[Tensor, "channels width"], bias: Float[Tensor, " channels"]
+) -> Float[Tensor, "batch time channels"]:
+    """What the kernel makes of inputs in our layout."""
     from causal_conv1d import causal_conv1d_fn
 
     y: Tensor = causal_conv1d_fn(x.mT, weight.to(x.dtype), bias.to(x.dtype), activation="silu")

@@ -119,6 +119,24 @@ const charts = (() => {
     draw("length-chart", traces, layout(ticks, measure === "perplexity" ? perplexityAxis("test perplexity, lower is better", most) : accuracyAxis("test accuracy"), { annotations, shapes, margin: { l: 48, r: 14, t: 24, b: 44 } }));
   }
 
+  // A point a group: what is gained, with its interval, against what it costs.
+  function cost(data, styled, shown, metric, [key, title]) {
+    const found = data.groups.map((group, i) => ({ group, i, cell: group.cells[metric.name], x: group.costs[key] })).filter(({ i, cell, x }) => shown[i] && x > 0 && cell.mean !== null);
+    const traces = found.map(({ group, i, cell, x }) => {
+      const { colour, symbol } = styled[i];
+      return {
+        x: [x], y: [cell.mean], mode: "markers", name: inert(group.label), marker: { symbol, size: 11, color: colour },
+        error_y: {
+          type: "data", symmetric: false, thickness: 1, width: 4, color: faint(colour, 0.65),
+          array: [cell.high === null ? 0 : cell.high - cell.mean], arrayminus: [cell.low === null ? 0 : cell.mean - cell.low],
+        },
+        customdata: [cell.n], hovertemplate: "%{y:.3f}, n=%{customdata}<br>%{x:.4~s}<extra>%{fullData.name}</extra>",
+      };
+    });
+    const y = metric.ratio ? perplexityAxis(inert(metric.title), Math.max(1, ...found.map(({ cell }) => cell.max))) : metric.name.endsWith("accuracy") ? accuracyAxis(inert(metric.title)) : { type: "linear", title: { text: inert(metric.title) } };
+    draw("cost-chart", traces, layout({ type: "log", title: { text: inert(title) }, dtick: "D2", exponentformat: "SI" }, y));
+  }
+
   function curve(data, styled, shown, name, x) {
     const singles = [], bands = [], means = [];
     for (const found of data.curves.filter((one) => one.name === name && shown[one.group])) {
@@ -196,5 +214,5 @@ const charts = (() => {
     draw("factor-chart", pairs(found, styled, shown, "factors", ""), layout(pairAxis, y, marked(levels, ...found.critical)));
   }
 
-  return { styles, length, curve, slice, wavelengths, factors, PATTERNS, MARKS };
+  return { styles, length, cost, curve, slice, wavelengths, factors, PATTERNS, MARKS };
 })();

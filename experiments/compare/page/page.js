@@ -137,11 +137,16 @@
     table("differences-table", `Compared with ${data.baseline}${metric.better === "lower" ? "; lower is better" : ""}`, heads, rows);
   }
 
-  function costs() {
+  // Keys and titles of what the groups spend.
+  const spent = (() => {
     const columns = [["parameters", "parameters"], ["parameters_non_embedding", "without embedding"], ["train_flops", "training FLOPs"], ["tokens", "tokens trained on"],
       ["tokens_per_second", "tokens/s"], ["seconds", "seconds"], ["peak_bytes", "peak bytes"]];
     const lengths = [...new Set(data.groups.flatMap((group) => Object.keys(group.state_bytes)))].sort((a, b) => a - b);
-    const keys = [...columns.filter(([key]) => data.groups.some((group) => key in group.costs)), ...lengths.map((length) => [`state_bytes.${length}`, `state bytes at ${length}`])];
+    return [...columns.filter(([key]) => data.groups.some((group) => key in group.costs)), ...lengths.map((length) => [`state_bytes.${length}`, `state bytes at ${length}`])];
+  })();
+
+  function costs() {
+    const keys = spent;
     const rows = data.groups.map((group, i) => {
       const base = data.groups[group.compared_with]?.costs ?? {};
       return el("tr", {}, groupHead(i), ...keys.map(([key]) => {
@@ -237,6 +242,7 @@
 
   const drawings = {
     "length-figure": () => charts.length(data, styled, shown, byId("measure").value, byId("axis").value),
+    "cost-figure": () => charts.cost(data, styled, shown, data.metrics.find((metric) => metric.name === byId("gain").value), spent.find(([key]) => key === byId("cost").value)),
     "grid-figure": grid,
     "wavelength-figure": () => charts.wavelengths(data, styled, shown),
     "factor-figure": () => charts.factors(data, styled, shown),
@@ -268,6 +274,9 @@
   const names = distinct(data.curves.map((one) => one.name));
   options("metric", data.metrics.map((metric) => [metric.name, metric.title]), data.metrics[0]?.name);
   options("measure", measures.map((measure) => [measure, measure]), data.metrics[0]?.measure);
+  options("gain", data.metrics.map((metric) => [metric.name, metric.title]), data.metrics[0]?.name);
+  // What decides at inference: the state, first at the length of training.
+  options("cost", spent, (spent.find(([key]) => data.trained.some((length) => key === `state_bytes.${length}`)) ?? spent.at(-1))?.[0]);
   axes();
   options("curve", names.map((name) => [name, name]), names.find((name) => name === "validation/accuracy"));
   options("slice", distinct(data.slices.map((one) => one.name)).map((name) => [name, name.replaceAll("_", " ")]));
@@ -276,6 +285,7 @@
   const pairs = data.spectra?.lines.length;
   const leftOut = data.spectra?.left_out ?? [];
   byId("length-figure").hidden = !measures.length;
+  byId("cost-figure").hidden = !data.metrics.length || !spent.length;
   byId("grid-figure").hidden = !data.grid;
   byId("wavelength-figure").hidden = byId("factor-figure").hidden = !pairs;
   byId("factors").hidden = !data.spectra;
@@ -289,6 +299,8 @@
   onChange("metric", differences);
   onChange("measure", () => { axes(); drawings["length-figure"](); });
   onChange("axis", drawings["length-figure"]);
+  onChange("gain", drawings["cost-figure"]);
+  onChange("cost", drawings["cost-figure"]);
   onChange("curve", drawings["curve-figure"]);
   onChange("x", drawings["curve-figure"]);
   onChange("slice", () => { sliceSets(); drawings["slice-figure"](); });

@@ -147,7 +147,7 @@ def test_a_users_words_are_shown_and_never_run(page: Any, study: Path) -> None:
     assert page.title() == f"{study.name} · attnlab"
     assert f"{HOSTILE} · rope" in [text.strip() for text in page.locator("#results-table tbody th").all_inner_texts()]
     assert HOSTILE in page.locator("#runs-table").inner_text()
-    for chart in ("length-chart", "curve-chart", "slice-chart"):
+    for chart in ("length-chart", "curve-chart", "slice-chart", "cost-chart"):
         assert page.locator(f"#{chart} svg").count() > 0
         names = page.evaluate(f"document.getElementById('{chart}').data.map((trace) => trace.name ?? '')")
         assert not any("<" in name for name in names)
@@ -178,6 +178,23 @@ def test_lengths_are_on_a_logarithmic_axis_with_the_trained_one_marked(page: Any
     page.select_option("#axis", "load")
     assert page.evaluate("document.getElementById('length-chart').layout.xaxis.ticktext") == ["64"]
     page.select_option("#axis", "length")
+
+
+def test_what_is_gained_stands_against_what_it_costs(page: Any, study: Path) -> None:
+    points = "document.getElementById('cost-chart').data.map((point) => [point.name, point.x[0], point.y[0]])"
+    title = "document.getElementById('cost-chart').layout.xaxis.title.text"
+    groups = [group for group in compare(study).groups if group.finished and HOSTILE not in group.label]
+    assert page.evaluate(title) == "state bytes at 32", "the length of training first"
+    for metric, cost in (("test/length/64/accuracy", "state_bytes.64"), ("test/length/128/accuracy", "parameters")):
+        page.select_option("#gain", metric)
+        page.select_option("#cost", cost)
+        shown = {name: (x, y) for name, x, y in page.evaluate(points)}
+        for group in groups:
+            assert shown[group.label] == (group.costs[cost], pytest.approx(group.cells[metric].mean))
+        assert len(shown) == len([group for group in compare(study).groups if group.cells[metric].mean is not None])
+    page.locator("#legend input").first.uncheck()
+    assert len(page.evaluate(points)) == len(shown) - 1
+    page.locator("#legend input").first.check()
 
 
 def test_tables_are_tables_for_those_who_do_not_see_them(page: Any) -> None:
