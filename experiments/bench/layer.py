@@ -41,9 +41,7 @@ def run(
     sizes: Sizes, only: Sequence[str], modes: Sequence[str], lengths: Sequence[int], repeats: int | None, notes: Notes
 ) -> Iterator[Timing | Point]:
     """Every length in turn, all variants interleaved."""
-    asked = [word.split() for word in only] or [[name] for name in variants.names()]
-    named = {(name := variants.entry(word).name, " ".join([name, *words])): words for word, *words in asked}
-    mixers = build({label: (name, plain_options(name, words)) for (name, label), words in named.items()}, sizes, notes)
+    mixers = build(only or variants.names(), sizes, notes)
     passes = [mode for mode in modes if mode != "decode"]
     if passes:
         yield from over(sorted(lengths or LENGTHS), "layer", sequence, mixers, sizes, passes, repeats, notes)
@@ -74,10 +72,12 @@ def over(
         yield from measure("layer", Group(name, length, tokens, baseline, candidates), modes, repeats, notes)
 
 
-def build(asked: Mapping[str, tuple[str, dict[str, Any]]], sizes: Sizes, notes: Notes) -> dict[str, Built]:
+def build(asked: Sequence[str], sizes: Sizes, notes: Notes) -> dict[str, Built]:
     """The mixers of these sizes that can be built, by label; each with its oracle and the public layers of the same parameters."""
     built = {}
-    for label, (name, options) in asked.items():
+    for word, *words in map(str.split, asked):
+        name = variants.entry(word).name
+        label, options = " ".join([name, *words]), plain_options(name, words)
         torch.manual_seed(0)
         try:
             mixer = variants.build(name, **{"dim": sizes.dim, "heads": sizes.heads} | options)
@@ -89,9 +89,9 @@ def build(asked: Mapping[str, tuple[str, dict[str, Any]]], sizes: Sizes, notes: 
             try:
                 theirs = make(mixer)
                 theirs.load_state_dict(mixer.state_dict())
-                built[label].public[f"{whose}'s {label}"] = theirs
+                built[label].public[f"{label} ({whose})"] = theirs
             except peers.Missing as reason:
-                notes.left_out("layer", f"{whose}'s {label}", str(reason))
+                notes.left_out("layer", f"{label} ({whose})", str(reason))
     return built
 
 

@@ -82,9 +82,10 @@ def test_the_core_level_times_every_group_in_both_modes_against_its_baseline():
     assert {(row["group"], row["mode"]) for row in told["rows"]} == {(g, m) for g in core.GROUPS for m in ("forward", "train")}
     for row in told["rows"]:
         assert set(row) == ROW and row["level"] == "core" and row["length"] == 48 and row["seconds"] > 0
-        assert row["peer"] == (row["candidate"] not in ("tiles", "fused", "chunks", "token loop"))
+        assert row["peer"] == (row["candidate"] not in ("tiles", "fused", "loops", "chunks", "token loop"))
         assert row["candidate"] != row["baseline"] or row["ratio"] == 1
     names = {group: {row["candidate"] for row in told["rows"] if row["group"] == group} for group in core.GROUPS}
+    assert names.pop("selective_scan") == {"loops", "chunks", "mambapy", "token loop"}
     assert all({"tiles", "fused"} <= found or {"sdpa", "chunks", "token loop"} <= found for found in names.values())
     assert "transformers" in names["gated_delta"] & names["channel_delta"]
 
@@ -99,6 +100,18 @@ def test_the_layer_level_times_variants_and_fits_exponents_over_the_lengths():
     assert {entry["quantity"] for entry in told["exponents"]} == {"seconds", "peak_bytes"}
     states = {row["length"]: row["state_bytes"] for row in told["rows"] if (row["candidate"], row["mode"]) == ("full", "train")}
     assert states == {length: 4 * 2 * 16 * length for length in (32, 64, 128)}
+
+
+def test_options_and_public_layers_of_the_same_parameters_stand_beside_a_variant():
+    told = document("--level", "layer", "--only", "mamba,mamba2 state_dim=4", "--mode", "train", "--lengths", "24", *WORDS)
+    assert {row["candidate"]: row["peer"] for row in told["rows"]} == {
+        "mamba": False,
+        "mamba (mambapy)": True,
+        "mamba (transformers)": True,
+        "mamba2 state_dim=4": False,
+        "mamba2 state_dim=4 (transformers)": True,
+    }
+    assert "cannot read 'state_dim'" in bench("--level", "layer", "--only", "mamba2 state_dim", *WORDS, code=2).stderr
 
 
 def test_a_table_names_the_baseline_and_the_growth():
@@ -263,7 +276,7 @@ class Copying(torch.nn.Module):
 @pytest.mark.parametrize(("wrap", "copies"), [(lambda mixer: mixer, False), (Copying, True)])
 def test_a_decoded_token_does_not_copy_the_cache_and_a_copy_would_be_seen(wrap, copies):
     mixer = wrap(registry.variants.build("full", dim=64, heads=2))
-    candidate = layer.decoding("full", mixer, Sizes(dim=64, heads=2), 1024, verified=True)
+    (candidate,) = layer.decoding("full", layer.Built(mixer, None, {}), Sizes(dim=64, heads=2), 1024, verified=True)
     timings, notes = found(Group("decode", 1024, 1, "full", [candidate]), modes=("decode",))
     assert not notes.wrong
     (row,) = timings
@@ -273,16 +286,16 @@ def test_a_decoded_token_does_not_copy_the_cache_and_a_copy_would_be_seen(wrap, 
 
 def test_decoding_is_verified_against_the_full_pass():
     mixer = registry.variants.build("full", dim=16, heads=2)
-    candidate = layer.decoding("full", mixer, SMALL, 32, verified=True)
+    (candidate,) = layer.decoding("full", layer.Built(mixer, None, {}), SMALL, 32, verified=True)
     candidate.call.state = mixer.init_state(1)
     assert wrong(candidate)
 
 
 def test_a_layer_is_verified_against_its_reference():
-    mixer = registry.variants.build("full", dim=16, heads=2)
-    right = layer.sequence("full", mixer, SMALL, 32, verified=True)
+    built = layer.build(["full"], SMALL, Notes())["full"]
+    (right,) = layer.sequence("full", built, SMALL, 32, verified=True)
     assert not wrong(right)
-    mixer.look_through(4, 0)  # what the reference does not do
+    built.mixer.look_through(4, 0)  # what the reference does not do
     assert wrong(right)
 
 
