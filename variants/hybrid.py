@@ -12,7 +12,7 @@ heads those of Dong et al. 2024, "Hymba". Costs and state are those of the parts
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -45,6 +45,7 @@ class Hybrid(Mixer):
 
     Options:
         pattern: `mamba2*7 full`, or a list of names, of mappings with `name` and options, and of lists whose entries stand side by side.
+        settings: options of the pattern's mixers by name, `{mamba2: {state_dim: 64}}`, for entries that do not set them themselves.
         preset: a pattern by name instead: `jamba` (attention fifth of eight, without positions), `samba`, `griffin` or `kimi`.
         layer: index of the layer (default: 0; the model fills it in).
         layers: depth of the stack, for mixers that ask for it.
@@ -60,6 +61,7 @@ class Hybrid(Mixer):
         position: Any = None,
         *,
         pattern: Any = "mamba2*7 full",
+        settings: Mapping[str, Any] | None = None,
         preset: Literal["none", "jamba", "samba", "griffin", "kimi"] = "none",
         layer: int | None = None,
         layers: int | None = None,
@@ -68,7 +70,7 @@ class Hybrid(Mixer):
         scheme = position if position is None or not isinstance(position, str | Mapping) else positions.get(_name(position))
         embedded = scheme is not None and set(scheme.hooks) <= {"embed"}
         super().__init__(dim, heads, position if embedded else None, **options)
-        stack = parse(pattern if preset == "none" else PRESETS[preset])
+        stack = _set(parse(pattern if preset == "none" else PRESETS[preset]), settings or {})
         if scheme is not None and not embedded and not any(_takes(part, scheme) for each in stack for part in each):
             raise NotApplicable(f"Hybrid: no mixer of its pattern takes position {_name(position)}; choose another position or pattern")
         told = {"dim": dim, "heads": heads} | ({} if self.causal else {"causal": False})
@@ -146,6 +148,15 @@ def parse(pattern: Any) -> list[Layer]:
             side_by_side = list(entry) if isinstance(entry, list | tuple) else [entry]
         layers += [tuple(map(_part, side_by_side))] * count
     return layers
+
+
+def _set(stack: Sequence[Layer], settings: Mapping[str, Any]) -> list[Layer]:
+    """The stack with `settings` under the options of its entries. Raises UserError for settings of no variant."""
+    for name, given in settings.items():
+        variants.get(name)  # stops at what there is not, also outside this pattern: a sweep may have one for all its patterns
+        if not isinstance(given, Mapping):
+            raise UserError(f"variant.settings.{name} is a mapping of options; got {given!r}")
+    return [tuple({**settings.get(part["name"], {}), **part} for part in layer) for layer in stack]
 
 
 def _part(entry: Any) -> Mapping[str, Any]:

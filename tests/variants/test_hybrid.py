@@ -63,6 +63,18 @@ def test_what_is_no_pattern_is_refused(pattern, message) -> None:
         build(pattern=pattern)
 
 
+def test_settings_hold_for_every_mixer_of_a_name_but_for_what_it_sets_itself() -> None:
+    settings = {"mamba2": {"state_dim": 4, "expand": 1}, "full": {"kv_heads": 1}}
+    pattern = ["mamba2", {"name": "mamba2", "state_dim": 6}, "full"]
+    first, second, third = (build(pattern=pattern, settings=settings, layer=n).parts[0] for n in range(3))
+    assert (first.state_dim, first.head_dim) == (4, 8) and (second.state_dim, second.head_dim) == (6, 8) and third.kv_heads == 1
+    build(pattern=pattern, settings={"mamba": {}})
+    with pytest.raises(UserError, match="Did you mean 'mamba2'"):
+        build(pattern=pattern, settings={"mambo2": {}})
+    with pytest.raises(UserError, match="settings.full is a mapping of options; got 3"):
+        build(pattern=pattern, settings={"full": 3})
+
+
 @torch.no_grad()
 def test_a_layer_is_the_mixer_of_its_place() -> None:
     for layer, name in enumerate(["gla", "full", "gla", "full"]):
