@@ -1,71 +1,17 @@
-"""The loops of the selective scan that numba compiles: channels in the vector registers, once for each dtype, kept on disk.
-
-In a loop over lanes `math.exp` would call libm once a number. `_exp32` is a polynomial with an error below 2 units in the last place, as in
-Cephes (Moshier): x = k ln 2 + r, and 2^k is put together from its bits.
+"""The loops of the selective scan: channels in the vector registers, time one token after another.
 
 Names: d steps, r rates, w what is written (step times x), b and c how it is written and read, a decays, h states, g gradients by them.
 """
 
-import math
-from typing import Any, no_type_check
+from typing import no_type_check
 
 import numpy as np
-from llvmlite import ir
-from numba import njit, types
-from numba.extending import intrinsic, overload
+from numba import njit
 
-from variants.ops.chunks import LOWEST
+from variants.ops.loops import LOOPS, exp
 
 #: Channels of a task, a multiple of any vector register; tokens between two states that are kept, whose inside fits the caches.
 LANES, SEGMENT = 32, 32
-
-# numba compiles a function itself, and none that checks types around it: hence no_type_check.
-#
-# Additions may be done in another order (a sum over lanes is one in the registers), but never where an exponential is computed: there the
-# order is what makes it precise. Nothing assumes that there is no NaN.
-PRECISE: dict[str, Any] = {"fastmath": {"contract"}, "error_model": "numpy", "cache": True}
-LOOPS: dict[str, Any] = {"fastmath": {"contract", "reassoc", "nsz"}, "error_model": "numpy", "cache": True, "nogil": True}
-
-LEAST = np.float32(LOWEST)
-LOG2_E, LN2_HIGH, LN2_LOW = np.float32(math.log2(math.e)), np.float32(0.693359375), np.float32(math.log(2) - 0.693359375)
-C2, C3, C4 = np.float32(5.0000001201e-1), np.float32(1.6666665459e-1), np.float32(4.1665795894e-2)
-C5, C6, C7 = np.float32(8.3334519073e-3), np.float32(1.3981999507e-3), np.float32(1.9875691500e-4)
-ONE, EXPONENT_BIAS, MANTISSA_BITS = np.float32(1), np.int32(127), np.int32(23)
-
-
-@intrinsic
-@no_type_check
-def _float_of_bits(typing, bits):
-    """An int32 read as the float32 of the same bits."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.bitcast(arguments[0], ir.FloatType())
-
-    return types.float32(types.int32), generate
-
-
-@njit(**PRECISE)
-@no_type_check
-def _exp32(x):
-    """exp(x) for x <= 0, and exp(LOWEST) for what is below that; NaN stays NaN."""
-    x = max(x, LEAST)
-    k = np.rint(x * LOG2_E)
-    r = (x - k * LN2_HIGH) - k * LN2_LOW
-    p = ((((C7 * r + C6) * r + C5) * r + C4) * r + C3) * r + C2
-    return (p * (r * r) + r + ONE) * _float_of_bits((np.int32(k) + EXPONENT_BIAS) << MANTISSA_BITS)
-
-
-@no_type_check
-def _exp(x):
-    """exp(x) in the precision of x."""
-
-
-@overload(_exp)
-@no_type_check
-def _exp_of_type(x):
-    if x == types.float32:
-        return lambda x: _exp32(x)
-    return lambda x: math.exp(x)
 
 
 @njit(**LOOPS)
@@ -106,7 +52,7 @@ def forward(first, end, x, step, rate, write, read, starts, initial, y, last, bo
                 for n in range(size):
                     b, c = write[row, t, n], read[row, t, n]
                     for lane in range(LANES):
-                        a = _exp(d[lane] * r[n, lane]) * factor - less
+                        a = exp(d[lane] * r[n, lane]) * factor - less
                         new = a * h[n, lane] + w[lane] * b
                         h[n, lane] = new
                         out[lane] += c * new
@@ -178,7 +124,7 @@ def backward(
                 for n in range(size):
                     b = write[row, t, n]
                     for lane in range(LANES):
-                        decay = (_exp(d[i, lane] * r[n, lane]) * factor - less) * kept
+                        decay = (exp(d[i, lane] * r[n, lane]) * factor - less) * kept
                         a[i, n, lane] = decay
                         h[i + 1, n, lane] = decay * h[i, n, lane] + w[i, lane] * b
             for i in range(tokens - 1, -1, -1):
