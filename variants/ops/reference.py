@@ -55,6 +55,35 @@ def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Float[Tensor, 
     return attend(q, k, v, **options).y
 
 
+def attend_blocks(
+    q: Float[Tensor, "batch heads q_time key_dim"],
+    k: Float[Tensor, "batch kv_heads k_time key_dim"],
+    v: Float[Tensor, "batch kv_heads k_time value_dim"],
+    chosen: Int[Tensor, "batch groups q_time count"],
+    place: Int[Tensor, "batch q_time"],
+    *,
+    size: int,
+    scale: float | None = None,
+) -> Output:
+    """Attention of each query to the blocks chosen for it: block n is the slots n size, ..., n size + size - 1; -1 is none.
+
+    place: the slot that a query stands at; no later one is seen. Query head h reads the choice of group h // (heads / groups). A block
+    chosen twice counts once.
+    """
+    batch, heads, q_time = q.shape[:3]
+    k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
+    chosen = chosen.repeat_interleave(heads // chosen.shape[1], dim=1)
+    slot = torch.arange(k.shape[2], device=k.device)
+    seen = slot <= place[:, None, :, None]
+    picked = torch.zeros(batch, heads, q_time, k.shape[2], dtype=torch.bool, device=k.device)
+    for n in range(chosen.shape[-1]):
+        picked = picked | (slot // size == chosen[..., n, None])
+    logits = (q @ k.transpose(-2, -1)).to(torch.promote_types(q.dtype, torch.float32)) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    logits = logits.masked_fill(~(seen & picked), -math.inf)
+    weights = logits.softmax(-1).masked_fill(~(seen & picked), 0)
+    return Output(weights.to(v.dtype) @ v, logits.logsumexp(-1))
+
+
 def gated_linear_attention(
     q: Float[Tensor, "batch heads time key_dim"],
     k: Float[Tensor, "batch heads time key_dim"],

@@ -1,0 +1,198 @@
+"""Attention of every query to the blocks of keys that were chosen for it: work proportional to what was chosen, forward and backward.
+
+    y_i = sum_j exp(s_ij - lse_i) v_j        s_ij = scale q_i . k_j        over the slots j <= place_i of the blocks chosen for query i
+
+On a CPU compiled loops read keys and values where they lie; elsewhere, and without numba, the blocks of a tile of queries are gathered, and
+memory is that of one tile. What is not chosen is neither computed nor given a gradient. The backward pass computes the weights again from
+the log-sum-exp. In fp32 or better whatever the input's dtype, also under autocast; first derivatives only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from variants.ops.attention import Output
+from variants.ops.precision import without_autocast
+from variants.ops.threads import spread
+
+#: Numbers of gathered keys alive at once where they are gathered (16 MB in fp32).
+TILE = 2**22
+#: Into how many parts all queries are cut for the backward pass, each with gradients of keys and values of its own, which are added up in
+#: one order whatever the number of threads.
+PARTS = 8
+#: Products below which a second thread costs more than it brings.
+WORTH = 2**18
+
+GIVEN = "Tensor q, Tensor k, Tensor v, Tensor chosen, Tensor place, int size, float scale, bool loops"
+
+
+def attend_blocks(
+    q: Float[Tensor, "batch heads q_time key_dim"],
+    k: Float[Tensor, "batch kv_heads k_time key_dim"],
+    v: Float[Tensor, "batch kv_heads k_time value_dim"],
+    chosen: Int[Tensor, "batch groups q_time count"],
+    place: Int[Tensor, "batch q_time"],
+    *,
+    size: int,
+    scale: float | None = None,
+    loops: bool = False,
+) -> Output:
+    """The same as `reference.attend_blocks`, for blocks that are all different; y and lse in fp32 or better.
+
+    groups divide heads, and kv_heads divide groups or groups kv_heads. loops: run the compiled loops, which need numba and a CPU.
+    """
+    heads, dtype = q.shape[1], torch.promote_types(q.dtype, torch.float32)
+    with without_autocast(q):
+        together = torch.unflatten(q.to(dtype), 1, (max(k.shape[1], chosen.shape[1]), -1)).contiguous()
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        given = (together, k.to(dtype).contiguous(), v.to(dtype).contiguous(), chosen.contiguous(), place.contiguous())
+        y, lse = _attend(*given, size, scale, loops and q.device.type == "cpu")
+    assert y.shape[1] * y.shape[2] == heads
+    return Output(y.flatten(1, 2), lse.flatten(1, 2))
+
+
+@torch.library.custom_op("attnlab::attend_blocks", mutates_args=(), schema=f"({GIVEN}) -> (Tensor, Tensor)")
+def _attend(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, place: Tensor, size: int, scale: float, loops: bool) -> tuple[Tensor, Tensor]:
+    """q, and the y that comes back, (batch, groups, shared, time, width)."""
+    y, lse = q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1])
+    if loops:
+        from variants.ops import gather_loops
+
+        given = [x.detach().numpy() for x in (q, k, v, chosen, place)]
+        told = (*given, size, q.new_tensor(scale).numpy()[()], y.numpy(), lse.numpy())
+        tasks = q.shape[0] * q.shape[1] * q.shape[3]
+        spread(lambda first, end: gather_loops.forward(first, end, *told), tasks, parallel=_worth(q, chosen, size))
+        return y, lse
+    for tile in _tiles(q, k, chosen, size):
+        part = _Gathered(q, k, v, chosen, place, size, tile)
+        logits = part.logits(scale)
+        lse[..., tile] = part.alone(logits.logsumexp(-1))
+        y[..., tile, :] = part.alone(part.weights(logits, logits.logsumexp(-1)) @ part.values)
+    return y, lse
+
+
+@_attend.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, place: Tensor, size: int, scale: float, loops: bool) -> Any:
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1])
+
+
+@torch.library.custom_op(
+    "attnlab::attend_blocks_backward",
+    mutates_args=(),
+    schema=f"({GIVEN}, Tensor lse, Tensor delta, Tensor grad_y) -> (Tensor, Tensor, Tensor)",
+)
+def _attend_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    chosen: Tensor,
+    place: Tensor,
+    size: int,
+    scale: float,
+    loops: bool,
+    lse: Tensor,
+    delta: Tensor,
+    grad_y: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients by q, k and v. delta: y . grad_y less the gradient by lse."""
+    grad_q = torch.zeros_like(q)
+    if loops:
+        from variants.ops import gather_loops
+
+        parts = -(-PARTS // (q.shape[0] * q.shape[1]))
+        copies = parts * (q.shape[1] // k.shape[1])
+        grad_k, grad_v = (x.new_zeros(copies, *x.shape) for x in (k, v))
+        given = [x.detach().numpy() for x in (q, k, v, chosen, place)]
+        told = (*given, size, q.new_tensor(scale).numpy()[()], *(x.detach().numpy() for x in (lse, delta, grad_y, grad_q, grad_k, grad_v)))
+        tasks = q.shape[0] * q.shape[1] * parts
+        spread(lambda first, end: gather_loops.backward(first, end, parts, *told), tasks, parallel=_worth(q, chosen, size))
+        return grad_q, grad_k.sum(0), grad_v.sum(0)
+    grad_k, grad_v = torch.zeros_like(k), torch.zeros_like(v)
+    for tile in _tiles(q, k, chosen, size):
+        part = _Gathered(q, k, v, chosen, place, size, tile)
+        arriving, weights = part.cut(grad_y), part.weights(part.logits(scale), part.cut(lse))
+        by_logits = weights * (arriving @ part.values.mT - part.cut(delta).unsqueeze(-1)) * scale
+        grad_q[..., tile, :] = part.alone(by_logits @ part.keys)
+        part.add(grad_k, by_logits.mT @ part.queries)
+        part.add(grad_v, weights.mT @ arriving)
+    return grad_q, grad_k, grad_v
+
+
+@_attend_backward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Any:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, size, scale, loops = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.told = (size, scale, loops)
+
+
+def _differentiate(ctx: Any, grad_y: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+    *given, y, lse = ctx.saved_tensors
+    delta = (y * grad_y).sum(-1) - grad_lse
+    # Where nothing is seen, there is nothing to differentiate; -inf would make NaN of it.
+    grads = _attend_backward(*given, *ctx.told, lse.clamp(min=torch.finfo(lse.dtype).min), delta.contiguous(), grad_y.contiguous())
+    return *grads, None, None, None, None, None
+
+
+_attend.register_autograd(_differentiate, setup_context=_keep)
+
+
+class _Gathered:
+    """The blocks of one tile of queries, (batch, groups, tile, keys, width), and the queries that share them, (..., shared, width)."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, place: Tensor, size: int, tile: slice):
+        groups, self.tile = q.shape[1], tile
+        here = chosen[:, :, tile].repeat_interleave(groups // chosen.shape[1], 1)
+        slots = (here.unsqueeze(-1) * size + torch.arange(size, device=q.device)).flatten(-2)
+        self.seen = (here >= 0).repeat_interleave(size, -1) & (slots <= place[:, None, tile, None]) & (slots < k.shape[2])
+        # Rows and key heads are counted through, so that one index picks out of all of them.
+        heads = torch.arange(groups, device=q.device) * k.shape[1] // groups
+        first = (torch.arange(len(q), device=q.device)[:, None] * k.shape[1] + heads) * k.shape[2]
+        self.index = slots.clamp(0, k.shape[2] - 1) + first[:, :, None, None]
+        self.keys, self.values = (x.flatten(0, 2)[self.index] for x in (k, v))
+        self.queries = self.cut(q)
+
+    def cut(self, x: Tensor) -> Tensor:
+        """The tile of something (batch, groups, shared, time, ...), those that share a choice side by side."""
+        return x[:, :, :, self.tile].movedim(2, 3)
+
+    def alone(self, x: Tensor) -> Tensor:
+        """The inverse of `cut`."""
+        return x.movedim(3, 2)
+
+    def logits(self, scale: float) -> Tensor:
+        """-inf where a key is not seen."""
+        return (self.queries @ self.keys.mT * scale).masked_fill(~self.seen.unsqueeze(3), -torch.inf)
+
+    def weights(self, logits: Tensor, lse: Tensor) -> Tensor:
+        """0 where a key is not seen."""
+        return (logits - lse.clamp(min=torch.finfo(lse.dtype).min).unsqueeze(-1)).exp()
+
+    def add(self, total: Tensor, x: Tensor) -> None:
+        """Add to the keys or values where these were taken from; in place."""
+        total.view(-1, total.shape[-1]).index_add_(0, self.index.flatten(), x.flatten(0, 3))
+
+
+def _tiles(q: Tensor, k: Tensor, chosen: Tensor, size: int) -> Iterator[slice]:
+    """So many queries that their gathered keys are TILE numbers at most, at least one."""
+    batch, groups, _, time, width = q.shape
+    tile = max(1, TILE // (batch * groups * chosen.shape[-1] * size * width))
+    for first in range(0, time, tile):
+        yield slice(first, min(first + tile, time))
+
+
+def _worth(q: Tensor, chosen: Tensor, size: int) -> bool:
+    """Whether there is work for several threads."""
+    return q.numel() * chosen.shape[-1] * size >= WORTH
+
+
+#: (q, k, v, chosen, place, *, size, scale) -> Output.
+AttendBlocks = Callable[..., Output]

@@ -1,0 +1,1 @@
+"""Attention to what was selected: one file a variant."""

@@ -1,0 +1,353 @@
+"""Native sparse attention: a query looks at summaries of everything, at the blocks that they say matter, and at what is near.
+
+    o_i = g_c Attn(q_i, K~, V~) + g_s Attn(q_i, K of the chosen blocks) + g_w Attn(q_i, K of a window)        g = sigmoid(x_i W)
+
+K~ has one key for every `compress_stride` tokens, made of `compress_block` of them by an MLP over keys and their places in the block, or by
+their mean; a query sees those that are complete. Its weights on them, summed over the heads that share keys, are the importance of
+selection blocks, in proportion to the overlap; the best `count` blocks are attended token by token, the first and the query's own and
+previous ones always among them. Each branch has keys and values of its own. Yuan et al. 2025, "Native Sparse Attention" (arXiv 2502.11089),
+section 3. What is chosen is not differentiable: the compression learns through its own branch. Rotary schemes turn queries and keys of the
+selection and the window; compression, whose keys stand for many places, takes them unturned. Time O(T^2 / compress_stride) with a small
+factor, memory O(T), state O(T) keys and values, of which a step reads the summaries, the chosen blocks and the window.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar, Literal
+
+import torch
+from einops import rearrange
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn.functional import pad, silu
+
+from registry import variants
+from variants import cache, implementations
+from variants.cache import Slots
+from variants.contract import Context, Mixer, State, extent, valid_lengths
+from variants.ops import gathered, reference, select, softmax
+from variants.ops.attention import Output, Sight
+from variants.ops.prefix import attend_prefix
+from variants.projections import Projections
+from variants.sparse.pieces import Pieces
+
+BRANCHES = ("compression", "selection", "window")
+
+
+@variants.register("nsa", time="T^2", state="T", hooks=("rotate",), implementations=("numba", "torch", "reference"))
+class NSA(Mixer):
+    """Native sparse attention: compressed, selected and near keys, in three gated branches.
+
+    Options:
+        kv_heads: key/value heads, a divisor of heads; the heads that share one choose blocks together.
+        compress_block: tokens in a compressed key.
+        compress_stride: tokens from one compressed key to the next, a divisor of compress_block and of block.
+        compression: how tokens become one: `mlp` over keys with learned places, or their `mean`.
+        block: tokens in a block that is chosen as a whole, at least compress_block.
+        count: blocks chosen by each query, the forced ones included.
+        first_blocks: blocks at the beginning that are always chosen.
+        local_blocks: the query's own block and those before it that are always chosen.
+        window: tokens in sight of the third branch, the query itself counted.
+        short_conv: width of a depthwise convolution over time on q, k and v (0: none).
+        impl: which implementation runs; `auto` takes the fastest that is usable.
+    """
+
+    hooks: ClassVar[tuple[str, ...]] = ("rotate",)
+    refused: ClassVar = {
+        "bias": "its compressed keys stand for many positions, and no bias says which",
+        "relate": "blocks are attended to whole, whatever ranges a map of distances has",
+    }
+    keeps_keys: ClassVar[bool] = False
+    implementations: tuple[str, ...]
+    #: `block` is no matter of speed here.
+    chunk_options: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        position: Any = None,
+        *,
+        kv_heads: int = 1,
+        compress_block: int = 32,
+        compress_stride: int = 16,
+        compression: Literal["mlp", "mean"] = "mlp",
+        block: int = 32,
+        count: int = 8,
+        first_blocks: int = 1,
+        local_blocks: int = 2,
+        window: int = 128,
+        short_conv: int = 0,
+        impl: str = "auto",
+        **options: Any,
+    ):
+        super().__init__(dim, heads, position, **options)
+        for name, value in (("compress_stride", compress_stride), ("local_blocks", local_blocks), ("window", window)):
+            if value < 1:
+                raise ValueError(f"NSA: {name} must be at least 1; got {value}")
+        if kv_heads < 1 or heads % kv_heads:
+            raise ValueError(f"NSA: kv_heads={kv_heads} does not divide heads={heads}")
+        for name, value in (("compress_block", compress_block), ("block", block)):
+            if value < compress_stride or value % compress_stride:
+                raise ValueError(f"NSA: {name}={value} must be a multiple of compress_stride={compress_stride}")
+        if block < compress_block:
+            raise ValueError(f"NSA: block={block} must be at least compress_block={compress_block}")
+        if first_blocks < 0 or count < first_blocks + local_blocks:
+            raise ValueError(
+                f"NSA: count={count} must leave room for what is always chosen: first_blocks={first_blocks} and local_blocks={local_blocks}"
+            )
+        self.kv_heads, self.block, self.count, self.window = kv_heads, block, count, window
+        self.first_blocks, self.local_blocks = first_blocks, local_blocks
+        self.compress_block, self.compress_stride = compress_block, compress_stride
+        self.implementation = implementations.choose("NSA", impl, self.implementations)
+        self.projections = Projections(dim, heads, 3 * kv_heads, self.head_dim, short_conv=short_conv)
+        self.compress_k, self.compress_v = (
+            Compression(kv_heads, compress_block, self.head_dim) if compression == "mlp" else None for _ in range(2)
+        )
+        self.gates = nn.Linear(dim, 3 * heads)
+        nn.init.normal_(self.gates.weight, std=dim**-0.5)
+        nn.init.zeros_(self.gates.bias)
+
+    def mix(
+        self, x: Float[Tensor, "batch time dim"], context: Context, state: State | None
+    ) -> tuple[Float[Tensor, "batch time dim"], dict[str, Tensor | Slots], dict[str, Tensor]]:
+        """Project, attend in three branches, gate, project back."""
+        before, _ = extent(x, context, state)
+        q, k, v, parts = self.projections(x, context, state, before, None)
+        (k_c, k_s, k_w), (v_c, v_s, v_w) = k.chunk(3, dim=1), v.chunk(3, dim=1)
+        assert context.positions is not None
+        turned, keys = self.rotate(q, torch.cat([k_s, k_w], dim=1), context.positions, context.positions)
+        k_s, k_w = keys.chunk(2, dim=1)
+        if before is None:
+            before = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
+        cached = 0 if state is None else state.slots("keys").count
+        pieces = Pieces(before, cached, valid_lengths(x, context))
+
+        compressed, raw = self.compressed(pieces, k_c, v_c, context, state)
+        near, slots = self.remembered({"near_keys": k_w, "near_values": v_w}, context, state, before, self.window - 1)
+        far, all_slots = self.remembered({"keys": k_s, "values": v_s}, context, state, before, None)
+
+        summary, chosen = self.summarise(pieces, q, *compressed)
+        selected = self.attend(
+            pieces.queries(turned), pieces.slots(far["keys"]), pieces.slots(far["values"]), chosen, pieces.place.clamp(min=0)
+        )
+        windowed = self.windowed(turned, near, before, state is not None)
+        gate = rearrange(torch.sigmoid(self.gates(x)), "batch time (branch heads) -> branch batch heads time 1", branch=3)
+        y = gate[0] * pieces.back(summary) + gate[1] * pieces.back(selected) + gate[2] * windowed
+        if state is not None:
+            parts |= slots | all_slots | raw
+        return self.projections.back(y.to(x.dtype)), parts, {"blocks": self.located(pieces, chosen)}
+
+    def compressed(
+        self,
+        pieces: Pieces,
+        k: Float[Tensor, "batch kv_heads time head_dim"],
+        v: Float[Tensor, "batch kv_heads time head_dim"],
+        context: Context,
+        state: State | None,
+    ) -> tuple[tuple[Tensor, Tensor], dict[str, Tensor | Slots]]:
+        """Compressed keys and values of each piece, (pieces, kv_heads, compressed, head_dim), those of earlier calls first; new parts."""
+        kept = self.compress_block - 1
+        old = self.complete(pieces.place0)
+        total = self.complete(pieces.place0 + pieces.count)
+        fresh = torch.arange(int((total - old).max()), device=k.device)
+        inside = torch.arange(self.compress_block, device=k.device)
+        places = ((old[:, None] + fresh) * self.compress_stride)[..., None] + inside
+        found, parts = [], dict[str, Tensor | Slots]()
+        for name, new, module in (("compress_keys", k, self.compress_k), ("compress_values", v, self.compress_v)):
+            raw = new
+            if state is not None:
+                raw = torch.cat([state[f"raw_{name}"].transpose(1, 2), new], dim=2)
+                parts[f"raw_{name}"] = cache.newest(raw.transpose(1, 2), kept, context.valid)
+            tokens = pieces.tokens(raw, 0 if state is None else kept, places.flatten(1))
+            tokens = torch.unflatten(tokens, 2, (len(fresh), self.compress_block))
+            made = tokens.mean(-2) if module is None else module(tokens)
+            earlier = None if state is None else state.slots(name)
+            if earlier is None:
+                found.append(made)
+            elif pieces.trivial and bool((old == earlier.count).all()) and bool((total == total[0]).all()):
+                grown = earlier.append(made.transpose(1, 2)) if len(fresh) else earlier
+                parts[name] = grown
+                found.append(grown.tensor.transpose(1, 2))
+            else:
+                found.append(self.joined(pieces, earlier.tensor.transpose(1, 2), made, old, int(total.max())))
+                parts[name] = found[-1][pieces.last].transpose(1, 2)[:, : int(total[pieces.last].max())].contiguous()
+        return (found[0], found[1]), parts
+
+    def joined(self, pieces: Pieces, earlier: Tensor, made: Tensor, old: Int[Tensor, " pieces"], longest: int) -> Tensor:
+        """What was compressed in earlier calls and now, one behind the other in each piece."""
+        both = torch.cat([earlier[pieces.row], made], dim=2)
+        index = torch.arange(longest, device=made.device).expand(len(pieces), -1)
+        index = torch.where(index < old[:, None], index, index - old[:, None] + earlier.shape[2]).clamp(max=max(both.shape[2] - 1, 0))
+        return both.gather(2, index[:, None, :, None].expand(-1, both.shape[1], -1, both.shape[3]))
+
+    def complete(self, tokens: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
+        """How many compressed keys so many tokens make."""
+        return ((tokens - self.compress_block) // self.compress_stride + 1).clamp(min=0)
+
+    def summarise(
+        self, pieces: Pieces, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Float[Tensor, "pieces heads q_time head_dim"], Int[Tensor, "pieces kv_heads q_time count"]]:
+        """(attention to the compressed keys, the blocks that it chooses)."""
+        q, place = pieces.queries(q), pieces.place
+        blocks = -(-int((pieces.place0 + pieces.count).max().clamp(min=1)) // self.block)
+        chosen = torch.empty(len(q), self.kv_heads, q.shape[2], self.count, dtype=torch.int64, device=q.device)
+
+        def choose(here: slice, weights: Tensor | None) -> None:
+            chosen[:, :, here] = select.best(self.scores(place[:, here], weights, blocks), self.count)
+
+        visible = self.complete(place + 1).clamp(max=k.shape[2])
+        blind = int((visible == 0).all(0).sum())  # the first queries see no compressed key, and nobody watches them
+        if blind:
+            choose(slice(0, blind), None)
+        if self.implementation == "reference":
+            summary = self.plainly(q, k, v, visible, choose if blind < q.shape[2] else None)
+        else:
+            summary = attend_prefix(q, k, v, visible, watch=lambda here, weights: self.watched(here, weights, blind, choose)).y
+        return summary, chosen
+
+    @staticmethod
+    def watched(here: slice, weights: Tensor, blind: int, choose: Any) -> None:
+        """Weights of a tile, without the queries that saw nothing."""
+        skipped = max(blind - here.start, 0)
+        choose(slice(here.start + skipped, here.stop), weights[..., skipped:, :])
+
+    def plainly(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, choose: Any) -> Tensor:
+        """Attention to the compressed keys with all its weights written out, and the choice of all but the blind queries at once."""
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        seen = (torch.arange(k.shape[2], device=q.device) < visible.unsqueeze(-1)).unsqueeze(1)
+        logits = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * q.shape[-1] ** -0.5
+        weights = logits.masked_fill(~seen, -math.inf).softmax(-1).masked_fill(~seen, 0)
+        if choose is not None:
+            blind = int((visible == 0).all(0).sum())
+            choose(slice(blind, q.shape[2]), torch.unflatten(weights, 1, (self.kv_heads, -1))[..., blind:, :].detach())
+        return weights.to(v.dtype) @ v
+
+    def scores(
+        self, place: Int[Tensor, "pieces q_time"], weights: Tensor | None, blocks: int
+    ) -> Float[Tensor, "pieces kv_heads q_time blocks"]:
+        """The importance of each block, from weights on compressed keys (pieces, kv_heads, shared, q_time, seen)."""
+        block = torch.arange(blocks, device=place.device)
+        own = (place // self.block).unsqueeze(-1)
+        forced = (block < self.first_blocks) | ((block <= own) & (block > own - self.local_blocks))
+        if weights is None:
+            importance = torch.zeros(len(place), self.kv_heads, place.shape[1], blocks, device=place.device)
+        else:
+            importance = self.overlaps(weights.sum(2), blocks)
+        importance = importance.masked_fill(forced.unsqueeze(1), math.inf)
+        return importance.masked_fill((block > own).unsqueeze(1), -math.inf)
+
+    def overlaps(
+        self, weights: Float[Tensor, "pieces kv_heads q_time seen"], blocks: int
+    ) -> Float[Tensor, "pieces kv_heads q_time blocks"]:
+        """For each block j the sum over m < block / stride and n < compress_block / stride of the weights on key (block / stride) j + m - n."""
+        ahead, back = self.block // self.compress_stride, self.compress_block // self.compress_stride
+        padded = pad(weights, (back - 1, max(0, ahead * blocks - weights.shape[-1])))
+        total = weights.new_zeros(*weights.shape[:-1], blocks)
+        for offset in range(-(back - 1), ahead):
+            times = sum(0 <= offset + n < ahead for n in range(back))
+            start = offset + back - 1
+            total += times * padded[..., start : start + ahead * (blocks - 1) + 1 : ahead]
+        return total
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, place: Tensor) -> Float[Tensor, "pieces heads q_time head_dim"]:
+        """Attention to the chosen blocks."""
+        told: dict[str, Any] = {"size": self.block, "scale": self.scale}
+        if self.implementation == "reference":
+            found: Output = reference.attend_blocks(q, k, v, chosen, place, **told)
+        else:
+            found = gathered.attend_blocks(q, k, v, chosen, place, **told, loops=self.implementation == "numba")
+        return found.y
+
+    def windowed(
+        self, q: Tensor, slots: dict[str, Tensor], before: Int[Tensor, "batch time"], cached: bool
+    ) -> Float[Tensor, "batch heads time head_dim"]:
+        """Attention to what is near."""
+        attention = reference.attention if self.implementation == "reference" else softmax.attention
+        sight = Sight(window=self.window, before=before if cached or before.stride(0) else None)
+        return attention(q, slots["near_keys"], slots["near_values"], sight=sight, scale=self.scale)
+
+    @property
+    def scale(self) -> float:
+        """The factor on logits of turned queries and keys."""
+        return (1.0 if self.position is None else self.position.logit_scale) * self.head_dim**-0.5
+
+    def remembered(
+        self, new: dict[str, Tensor], context: Context, state: State | None, before: Int[Tensor, "batch time"], recent: int | None
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor | Slots]]:
+        """Slots (batch, kv_heads, slots, head_dim) to attend to, and what the next state keeps: the `recent` newest, or all."""
+        if state is None:
+            return new, {}
+        grown = {name: state.slots(name).append(part.transpose(1, 2)) for name, part in new.items()}
+        kept = {
+            name: cache.remember(slots, 0, slots.count if recent is None else recent, before, context.valid)
+            for name, slots in grown.items()
+        }
+        return {name: slots.tensor.transpose(1, 2) for name, slots in grown.items()}, kept
+
+    def located(self, pieces: Pieces, chosen: Int[Tensor, "pieces kv_heads q_time count"]) -> Int[Tensor, "batch kv_heads time count"]:
+        """The chosen blocks of every token, counted from the first token of its segment; -1 where fewer were there to choose."""
+        return chosen if pieces.trivial else pieces.back(chosen)
+
+    def init_parts(self, batch: int, **like: Any) -> dict[str, Tensor]:
+        """Keys and values of each branch, compressed ones, and the last tokens that wait for their compressed key to be complete."""
+        lengths = {
+            "keys": 0,
+            "values": 0,
+            "near_keys": self.window - 1,
+            "near_values": self.window - 1,
+            "compress_keys": 0,
+            "compress_values": 0,
+            "raw_compress_keys": self.compress_block - 1,
+            "raw_compress_values": self.compress_block - 1,
+        }
+        parts = {name: torch.zeros(batch, slots, self.kv_heads, self.head_dim, **like) for name, slots in lengths.items()}
+        return parts | self.projections.init_parts(batch, **like)
+
+    def flops(self, time: int) -> int:
+        """Projections, gates, compression, and 4 * head_dim a head for each pair of a query and a key that it attends."""
+        weights = self.gates.weight.numel()
+        keys = int(self.complete(torch.tensor(time)))
+        compression = sum(0 if module is None else module.flops(keys) for module in (self.compress_k, self.compress_v))
+        return self.projections.flops(time) + 2 * time * weights + compression + 4 * self.heads * self.head_dim * self.pairs(time)
+
+    def pairs(self, time: int) -> int:
+        """Pairs of a query and a key in the three branches."""
+        near = min(self.window, time)
+        windowed = near * (near + 1) // 2 + (time - near) * near
+        keys = int(self.complete(torch.tensor(time)))
+        first = self.compress_block - 1  # compressed key n is seen by all from token first + n stride on
+        summarised = sum(time - first - n * self.compress_stride for n in range(keys))
+        whole = time // self.block * self.block
+        chosen = sum(min((self.count - 1) * self.block, start) * self.block for start in range(0, whole, self.block))
+        chosen += (time - whole) * min((self.count - 1) * self.block, whole)
+        own = whole // self.block * (self.block * (self.block + 1) // 2) + (time - whole) * (time - whole + 1) // 2
+        return windowed + summarised + chosen + own
+
+    def state_elements(self, time: int) -> int:
+        """Keys and values of all tokens for the selection, those of the window, the compressed ones, and what waits to be compressed."""
+        slots = time + self.window - 1 + int(self.complete(torch.tensor(time))) + self.compress_block - 1
+        return 2 * self.kv_heads * self.head_dim * slots + self.projections.state_elements()
+
+    def block_sizes(self) -> tuple[int, ...]:
+        """Lengths at whose multiples a branch does something else."""
+        return (self.compress_stride, self.compress_block, self.block, self.window)
+
+
+class Compression(nn.Module):
+    """The keys or values of a block with learned places, side by side, through an MLP to one: W2 silu(W1 [k_1 + p_1, ..., k_l + p_l])."""
+
+    def __init__(self, kv_heads: int, block: int, head_dim: int):
+        super().__init__()
+        self.places = nn.Parameter(0.02 * torch.randn(kv_heads, block, head_dim))
+        self.inward, self.outward = nn.Linear(block * head_dim, head_dim), nn.Linear(head_dim, head_dim)
+
+    def forward(self, tokens: Float[Tensor, "pieces kv_heads blocks block head_dim"]) -> Float[Tensor, "pieces kv_heads blocks head_dim"]:
+        """One for each block."""
+        found: Tensor = self.outward(silu(self.inward((tokens + self.places[:, None]).flatten(-2))))
+        return found
+
+    def flops(self, blocks: int) -> int:
+        """Operations for so many blocks of every head."""
+        return 2 * blocks * len(self.places) * (self.inward.weight.numel() + self.outward.weight.numel())
