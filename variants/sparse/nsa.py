@@ -241,7 +241,7 @@ class NSA(Mixer):
     def overlaps(
         self, weights: Float[Tensor, "pieces kv_heads q_time seen"], blocks: int
     ) -> Float[Tensor, "pieces kv_heads q_time blocks"]:
-        """For each block j the sum over m < block / stride and n < compress_block / stride of the weights on key (block / stride) j + m - n."""
+        """With r = block / stride, for block j the sum over m < r and n < compress_block / stride of the weights on key r j + m - n."""
         ahead, back = self.block // self.compress_stride, self.compress_block // self.compress_stride
         padded = pad(weights, (back - 1, max(0, ahead * blocks - weights.shape[-1])))
         total = weights.new_zeros(*weights.shape[:-1], blocks)
