@@ -1,0 +1,179 @@
+"""Selection: one rule, in torch and in a compiled loop, against sorting by hand; attention to what was chosen, against a mask."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.variants import oracles
+from variants.ops import gathered, reference, select
+from variants.ops.prefix import attend_prefix
+
+
+def by_hand(row: list[float], count: int) -> list[int]:
+    allowed = [n for n, score in enumerate(row) if score > -math.inf]
+    found = sorted(sorted(allowed, key=lambda n: (-row[n], n))[:count])
+    return found + [-1] * (count - len(found))
+
+
+SCORES = st.lists(
+    st.lists(st.sampled_from([-math.inf, math.inf, 0.0, -0.0, 1.0, 1.0, 2.5, -3.0]), min_size=7, max_size=7), min_size=1, max_size=5
+)
+
+
+@given(scores=SCORES, count=st.integers(1, 9))
+def test_the_best_are_chosen_and_of_equals_the_first(scores, count) -> None:
+    expected = torch.tensor([by_hand(row, count) for row in scores])
+    for dtype in (torch.float32, torch.float64):
+        given = torch.tensor(scores, dtype=dtype)
+        assert torch.equal(select.best(given, count), expected)
+        assert torch.equal(select._by_threshold(given, count), expected)
+
+
+@pytest.mark.parametrize("count", [1, 3, 63, 64, 65, 200])
+def test_many_are_chosen_as_well_as_few_whatever_the_shape(count) -> None:
+    scores = torch.randn(2, 3, 5, 150, generator=torch.Generator().manual_seed(0))
+    expected = torch.tensor([by_hand(row, count) for row in scores.flatten(0, 2).tolist()]).view(2, 3, 5, count)
+    assert torch.equal(select.best(scores, count), expected)
+    assert torch.equal(select.best(scores.transpose(0, 1), count), expected.transpose(0, 1))
+    assert torch.equal(select.best(scores.bfloat16().float(), count), select._by_threshold(scores.bfloat16(), count))
+
+
+def test_what_is_no_number_is_refused() -> None:
+    with pytest.raises(ValueError, match="NaN"):
+        select.best(torch.tensor([1.0, math.nan]), 1)
+    with pytest.raises(ValueError, match="at least 1; got 0"):
+        select.best(torch.ones(3), 0)
+
+
+def test_nothing_flows_back_through_a_choice() -> None:
+    assert not select.best(torch.ones(3, requires_grad=True), 2).requires_grad
+
+
+IMPLEMENTATIONS = [pytest.param(True, id="loops"), pytest.param(False, id="gathered")]
+
+
+def inputs(
+    heads: int, kv_heads: int, groups: int, q_time: int, k_time: int, size: int = 4, count: int = 3
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """q, k and v; blocks chosen at random, those that follow among them; places. Two rows, the second one behind the first."""
+    generator = torch.Generator().manual_seed(heads + q_time)
+    like = {"generator": generator, "dtype": torch.float64}
+    made = [torch.randn(2, n, time, width, **like) for n, time, width in ((heads, q_time, 8), (kv_heads, k_time, 8), (kv_heads, k_time, 6))]
+    scores = torch.randn(2, groups, q_time, -(-k_time // size), **like)
+    scores = scores.masked_fill(torch.rand(scores.shape, generator=generator) < 0.3, -math.inf)
+    scores[0, 0, 0] = -math.inf  # a query for which nothing was chosen
+    place = torch.arange(k_time - q_time, k_time) - torch.tensor([[0], [min(2, k_time - q_time)]])
+    return [x.requires_grad_() for x in made], select.best(scores, count), place
+
+
+@pytest.mark.parametrize("loops", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("heads", "kv_heads", "groups"), [(4, 1, 1), (4, 2, 2), (4, 1, 4), (4, 4, 1), (6, 2, 6)])
+@pytest.mark.parametrize(("q_time", "k_time"), [(1, 1), (1, 9), (7, 7), (13, 17), (16, 16)])
+def test_chosen_blocks_are_attended_and_nothing_else(loops, heads, kv_heads, groups, q_time, k_time, monkeypatch) -> None:
+    monkeypatch.setattr(gathered, "TILE", 500)
+    made, chosen, place = inputs(heads, kv_heads, groups, q_time, k_time)
+    got = gathered.attend_blocks(*made, chosen, place, size=4, loops=loops)
+    expected = reference.attend_blocks(*made, chosen, place, size=4)
+    torch.testing.assert_close(got.y, expected.y)
+    torch.testing.assert_close(got.lse, expected.lse)
+    oracles.same_gradients(got.y, expected.y, made)
+    seen = expected.lse > -math.inf
+    if seen.any():
+        oracles.same_gradients(got.lse[seen], expected.lse[seen], made)
+    assert not got.y[~seen].any()
+
+
+@pytest.mark.parametrize("attend", [reference.attend_blocks, gathered.attend_blocks])
+def test_all_blocks_are_full_attention(attend) -> None:
+    (q, k, v), _, place = inputs(4, 2, 2, 14, 14)
+    every = torch.arange(4).expand(2, 2, 14, 4)
+    place = torch.arange(14).expand(2, 14)
+    torch.testing.assert_close(attend(q, k, v, every, place, size=4).y, reference.attention(q, k, v))
+
+
+@pytest.mark.parametrize("loops", IMPLEMENTATIONS)
+def test_what_was_not_chosen_may_be_anything(loops) -> None:
+    (q, k, v), chosen, place = inputs(4, 1, 1, 14, 14)
+    chosen = chosen.masked_fill(chosen == 1, -1)
+    k, v = (x.detach().index_fill(2, torch.arange(4, 8), math.nan).requires_grad_() for x in (k, v))
+    y = gathered.attend_blocks(q, k, v, chosen, place, size=4, loops=loops).y
+    grads = torch.autograd.grad(y.sum(), (q, k, v))
+    assert y.isfinite().all() and all(grad.isfinite().all() for grad in grads)
+    assert not grads[1][:, :, 4:8].any() and not grads[2][:, :, 4:8].any()
+
+
+@pytest.mark.parametrize("loops", IMPLEMENTATIONS)
+def test_the_operator_is_what_torch_asks_of_operators(loops) -> None:
+    (q, k, v), chosen, place = inputs(4, 2, 2, 5, 9)
+    example = (torch.unflatten(q, 1, (2, 2)).contiguous(), k, v, chosen, place, 4, 0.3, loops)
+    torch.library.opcheck(torch.ops.attnlab.attend_blocks.default, example)
+
+
+def test_one_thread_or_many_is_the_same(monkeypatch) -> None:
+    monkeypatch.setattr(gathered, "WORTH", 0)
+    made, chosen, place = inputs(4, 1, 1, 60, 60)
+    results, before = [], torch.get_num_threads()
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        try:
+            y = gathered.attend_blocks(*made, chosen, place, size=4, loops=True).y
+            results.append([y, *torch.autograd.grad(y, made, torch.ones_like(y))])
+        finally:
+            torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_fla_attends_chosen_blocks_the_same() -> None:
+    naive = pytest.importorskip("fla.ops.nsa.naive")
+    made, _, place = inputs(4, 2, 2, 16, 16)
+    q, k, v = (x.detach().float() for x in made)
+    scores = torch.randn(2, 2, 16, 4).masked_fill(torch.arange(4) * 4 > torch.arange(16)[:, None], -math.inf)
+    scores[..., 0] = math.inf
+    chosen = select.best(scores, 2)
+    place = torch.arange(16).expand(2, 16)
+    theirs = naive.naive_nsa_selection(*(x.transpose(1, 2) for x in (q, k, v)), chosen.transpose(1, 2).contiguous(), block_size=4)
+    torch.testing.assert_close(
+        gathered.attend_blocks(q, k, v, chosen, place, size=4, loops=True).y, theirs.transpose(1, 2), rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 1), (4, 2), (3, 3)])
+@pytest.mark.parametrize("tile", [1, 64, 10_000])
+def test_a_prefix_is_attended_and_nothing_behind_it(heads, kv_heads, tile, monkeypatch) -> None:
+    monkeypatch.setattr("variants.ops.prefix.TILE", tile)
+    generator = torch.Generator().manual_seed(0)
+    made = [
+        torch.randn(2, n, time, width, generator=generator, dtype=torch.float64).requires_grad_()
+        for n, time, width in ((heads, 17, 4), (kv_heads, 9, 4), (kv_heads, 9, 3))
+    ]
+    visible = torch.stack([torch.arange(17) // 2, (torch.arange(17) - 5).clamp(0, 9)]).clamp(max=9)
+    watched: list[tuple[slice, Tensor]] = []
+    got = attend_prefix(*made, visible, watch=lambda here, weights: watched.append((here, weights.clone())))
+    q, k, v = made
+    k, v = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
+    hidden = (torch.arange(9) >= visible.unsqueeze(-1)).unsqueeze(1)
+    logits = (q @ k.mT / 2).masked_fill(hidden, -math.inf)
+    weights = logits.softmax(-1).masked_fill(hidden, 0)
+    torch.testing.assert_close(got.y, weights @ v)
+    torch.testing.assert_close(got.lse, logits.logsumexp(-1))
+    oracles.same_gradients(got.y, weights @ v, made)
+    seen = got.lse > -math.inf
+    oracles.same_gradients(got.lse[seen], logits.logsumexp(-1)[seen], made)
+    for here, shown in watched:
+        expected = torch.unflatten(weights, 1, (kv_heads, -1))[..., here, :]
+        torch.testing.assert_close(shown, expected[..., : shown.shape[-1]])
+        assert not expected[..., shown.shape[-1] :].any()
+    assert {i for here, _ in watched for i in range(here.start, here.stop)} >= set(range(2, 17))
+
+
+def test_no_slots_give_nothing() -> None:
+    q, nothing = torch.randn(1, 2, 3, 4), torch.empty(1, 1, 0, 4)
+    got = attend_prefix(q, nothing, nothing, torch.zeros(1, 3, dtype=torch.long))
+    assert not got.y.any() and (got.lse == -math.inf).all()
