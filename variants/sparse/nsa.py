@@ -31,8 +31,7 @@ from variants.ops.attention import Output, Sight
 from variants.ops.prefix import attend_prefix
 from variants.projections import Projections
 from variants.sparse.pieces import Pieces
-
-BRANCHES = ("compression", "selection", "window")
+from variants.sparse.summaries import Summaries, mean
 
 
 @variants.register("nsa", time="T^2", state="T", hooks=("rotate",), implementations=("numba", "torch", "reference"))
@@ -99,7 +98,7 @@ class NSA(Mixer):
             )
         self.kv_heads, self.block, self.count, self.window = kv_heads, block, count, window
         self.first_blocks, self.local_blocks = first_blocks, local_blocks
-        self.compress_block, self.compress_stride = compress_block, compress_stride
+        self.summaries = Summaries(compress_block, compress_stride)
         self.implementation = implementations.choose("NSA", impl, self.implementations)
         self.projections = Projections(dim, heads, 3 * kv_heads, self.head_dim, short_conv=short_conv)
         self.compress_k, self.compress_v = (
@@ -124,7 +123,11 @@ class NSA(Mixer):
         cached = 0 if state is None else state.slots("keys").count
         pieces = Pieces(before, cached, valid_lengths(x, context))
 
-        compressed, raw = self.compressed(pieces, k_c, v_c, context, state)
+        compressed = []
+        for name, new, module in (("compressed_keys", k_c, self.compress_k), ("compressed_values", v_c, self.compress_v)):
+            found, kept = self.summaries.update(name, new, mean if module is None else module, pieces, context, state)
+            compressed.append(found)
+            parts |= kept
         near, slots = self.remembered({"near_keys": k_w, "near_values": v_w}, context, state, before, self.window - 1)
         far, all_slots = self.remembered({"keys": k_s, "values": v_s}, context, state, before, None)
 
@@ -136,55 +139,8 @@ class NSA(Mixer):
         gate = rearrange(torch.sigmoid(self.gates(x)), "batch time (branch heads) -> branch batch heads time 1", branch=3)
         y = gate[0] * pieces.back(summary) + gate[1] * pieces.back(selected) + gate[2] * windowed
         if state is not None:
-            parts |= slots | all_slots | raw
+            parts |= slots | all_slots
         return self.projections.back(y.to(x.dtype)), parts, {"blocks": self.located(pieces, chosen)}
-
-    def compressed(
-        self,
-        pieces: Pieces,
-        k: Float[Tensor, "batch kv_heads time head_dim"],
-        v: Float[Tensor, "batch kv_heads time head_dim"],
-        context: Context,
-        state: State | None,
-    ) -> tuple[tuple[Tensor, Tensor], dict[str, Tensor | Slots]]:
-        """Compressed keys and values of each piece, (pieces, kv_heads, compressed, head_dim), those of earlier calls first; new parts."""
-        kept = self.compress_block - 1
-        old = self.complete(pieces.place0)
-        total = self.complete(pieces.place0 + pieces.count)
-        fresh = torch.arange(int((total - old).max()), device=k.device)
-        inside = torch.arange(self.compress_block, device=k.device)
-        places = ((old[:, None] + fresh) * self.compress_stride)[..., None] + inside
-        found, parts = [], dict[str, Tensor | Slots]()
-        for name, new, module in (("compress_keys", k, self.compress_k), ("compress_values", v, self.compress_v)):
-            raw = new
-            if state is not None:
-                raw = torch.cat([state[f"raw_{name}"].transpose(1, 2), new], dim=2)
-                parts[f"raw_{name}"] = cache.newest(raw.transpose(1, 2), kept, context.valid)
-            tokens = pieces.tokens(raw, 0 if state is None else kept, places.flatten(1))
-            tokens = torch.unflatten(tokens, 2, (len(fresh), self.compress_block))
-            made = tokens.mean(-2) if module is None else module(tokens)
-            earlier = None if state is None else state.slots(name)
-            if earlier is None:
-                found.append(made)
-            elif pieces.trivial and bool((old == earlier.count).all()) and bool((total == total[0]).all()):
-                grown = earlier.append(made.transpose(1, 2)) if len(fresh) else earlier
-                parts[name] = grown
-                found.append(grown.tensor.transpose(1, 2))
-            else:
-                found.append(self.joined(pieces, earlier.tensor.transpose(1, 2), made, old, int(total.max())))
-                parts[name] = found[-1][pieces.last].transpose(1, 2)[:, : int(total[pieces.last].max())].contiguous()
-        return (found[0], found[1]), parts
-
-    def joined(self, pieces: Pieces, earlier: Tensor, made: Tensor, old: Int[Tensor, " pieces"], longest: int) -> Tensor:
-        """What was compressed in earlier calls and now, one behind the other in each piece."""
-        both = torch.cat([earlier[pieces.row], made], dim=2)
-        index = torch.arange(longest, device=made.device).expand(len(pieces), -1)
-        index = torch.where(index < old[:, None], index, index - old[:, None] + earlier.shape[2]).clamp(max=max(both.shape[2] - 1, 0))
-        return both.gather(2, index[:, None, :, None].expand(-1, both.shape[1], -1, both.shape[3]))
-
-    def complete(self, tokens: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
-        """How many compressed keys so many tokens make."""
-        return ((tokens - self.compress_block) // self.compress_stride + 1).clamp(min=0)
 
     def summarise(
         self, pieces: Pieces, q: Tensor, k: Tensor, v: Tensor
@@ -197,7 +153,7 @@ class NSA(Mixer):
         def choose(here: slice, weights: Tensor | None) -> None:
             chosen[:, :, here] = select.best(self.scores(place[:, here], weights, blocks), self.count)
 
-        visible = self.complete(place + 1).clamp(max=k.shape[2])
+        visible = self.summaries.complete(place + 1).clamp(max=k.shape[2])
         blind = int((visible == 0).all(0).sum())  # the first queries see no compressed key, and nobody watches them
         if blind:
             choose(slice(0, blind), None)
@@ -242,7 +198,7 @@ class NSA(Mixer):
         self, weights: Float[Tensor, "pieces kv_heads q_time seen"], blocks: int
     ) -> Float[Tensor, "pieces kv_heads q_time blocks"]:
         """With r = block / stride, for block j the sum over m < r and n < compress_block / stride of the weights on key r j + m - n."""
-        ahead, back = self.block // self.compress_stride, self.compress_block // self.compress_stride
+        ahead, back = self.block // self.summaries.stride, self.summaries.block // self.summaries.stride
         padded = pad(weights, (back - 1, max(0, ahead * blocks - weights.shape[-1])))
         total = weights.new_zeros(*weights.shape[:-1], blocks)
         for offset in range(-(back - 1), ahead):
@@ -292,23 +248,16 @@ class NSA(Mixer):
 
     def init_parts(self, batch: int, **like: Any) -> dict[str, Tensor]:
         """Keys and values of each branch, compressed ones, and the last tokens that wait for their compressed key to be complete."""
-        lengths = {
-            "keys": 0,
-            "values": 0,
-            "near_keys": self.window - 1,
-            "near_values": self.window - 1,
-            "compress_keys": 0,
-            "compress_values": 0,
-            "raw_compress_keys": self.compress_block - 1,
-            "raw_compress_values": self.compress_block - 1,
-        }
+        lengths = {"keys": 0, "values": 0, "near_keys": self.window - 1, "near_values": self.window - 1}
         parts = {name: torch.zeros(batch, slots, self.kv_heads, self.head_dim, **like) for name, slots in lengths.items()}
+        for name in ("compressed_keys", "compressed_values"):
+            parts |= self.summaries.init_parts(name, batch, self.kv_heads, self.head_dim, **like)
         return parts | self.projections.init_parts(batch, **like)
 
     def flops(self, time: int) -> int:
         """Projections, gates, compression, and 4 * head_dim a head for each pair of a query and a key that it attends."""
         weights = self.gates.weight.numel()
-        keys = int(self.complete(torch.tensor(time)))
+        keys = self.summaries.count(time)
         compression = sum(0 if module is None else module.flops(keys) for module in (self.compress_k, self.compress_v))
         return self.projections.flops(time) + 2 * time * weights + compression + 4 * self.heads * self.head_dim * self.pairs(time)
 
@@ -316,9 +265,9 @@ class NSA(Mixer):
         """Pairs of a query and a key in the three branches."""
         near = min(self.window, time)
         windowed = near * (near + 1) // 2 + (time - near) * near
-        keys = int(self.complete(torch.tensor(time)))
-        first = self.compress_block - 1  # compressed key n is seen by all from token first + n stride on
-        summarised = sum(time - first - n * self.compress_stride for n in range(keys))
+        keys = self.summaries.count(time)
+        first = self.summaries.block - 1  # compressed key n is seen by all from token first + n stride on
+        summarised = sum(time - first - n * self.summaries.stride for n in range(keys))
         whole = time // self.block * self.block
         chosen = sum(min((self.count - 1) * self.block, start) * self.block for start in range(0, whole, self.block))
         chosen += (time - whole) * min((self.count - 1) * self.block, whole)
@@ -327,12 +276,12 @@ class NSA(Mixer):
 
     def state_elements(self, time: int) -> int:
         """Keys and values of all tokens for the selection, those of the window, the compressed ones, and what waits to be compressed."""
-        slots = time + self.window - 1 + int(self.complete(torch.tensor(time))) + self.compress_block - 1
+        slots = time + self.window - 1 + self.summaries.elements(time)
         return 2 * self.kv_heads * self.head_dim * slots + self.projections.state_elements()
 
     def block_sizes(self) -> tuple[int, ...]:
         """Lengths at whose multiples a branch does something else."""
-        return (self.compress_stride, self.compress_block, self.block, self.window)
+        return (self.summaries.stride, self.summaries.block, self.block, self.window)
 
 
 class Compression(nn.Module):
