@@ -97,8 +97,8 @@ class Mixer(nn.Module):
             )
         if scheme is not None and scheme.length_dependent and not self.keeps_keys:
             raise NotApplicable(
-                f"{name} sums its keys up, and cannot turn them again when the length of a row changes the frequencies of "
-                f"{type(scheme).__name__}; choose another position"
+                f"{name} keeps its keys turned or summed up, and cannot turn them again when the length of a row changes the frequencies "
+                f"of {type(scheme).__name__}; choose another position"
             )
         if scheme is not None and self.unit_keys and not scheme.isometric:
             raise NotApplicable(

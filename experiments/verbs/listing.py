@@ -89,8 +89,8 @@ def _takes(variant: str, position: str) -> bool:
     mixer, scheme = registry.variants.entry(variant).facts, registry.positions.entry(position).facts
     if not set(scheme.get("hooks", ())) <= {"embed", *mixer.get("hooks", ())}:
         return False
-    # What keeps no key cannot turn it again once its row is longer.
-    again = scheme.get("length_dependent", False) and mixer.get("state") == "1"
+    # What keeps no key as it was made cannot turn it again once its row is longer.
+    again = scheme.get("length_dependent", False) and not mixer.get("keeps_keys", mixer.get("state") != "1")
     return not again and (scheme.get("isometric", True) or not mixer.get("unit_keys", False))
 
 

@@ -34,7 +34,7 @@ from variants.sparse.pieces import Pieces
 from variants.sparse.summaries import Summaries, mean
 
 
-@variants.register("nsa", time="T^2", state="T", hooks=("rotate",), implementations=("numba", "torch", "reference"))
+@variants.register("nsa", time="T^2", state="T", hooks=("rotate",), keeps_keys=False, implementations=("numba", "torch", "reference"))
 class NSA(Mixer):
     """Native sparse attention: compressed, selected and near keys, in three gated branches.
 
@@ -57,7 +57,6 @@ class NSA(Mixer):
         "bias": "its compressed keys stand for many positions, and no bias says which",
         "relate": "blocks are attended to whole, whatever ranges a map of distances has",
     }
-    keeps_keys: ClassVar[bool] = False
     implementations: tuple[str, ...]
     #: `block` is no matter of speed here.
     chunk_options: ClassVar[tuple[str, ...]] = ()

@@ -215,7 +215,7 @@ def test_what_cannot_be_is_refused(name) -> None:
         build(name, causal=False)
     with pytest.raises(NotApplicable, match="logits that a bias"):
         build(name, position="alibi")
-    with pytest.raises(NotApplicable, match="sums its keys up"):
+    with pytest.raises(NotApplicable, match="keeps its keys turned or summed up"):
         build(name, position=Stretched(build(name).head_dim, HEADS, DIM))
     with pytest.raises(ValueError, match="chunk must be at least 1; got 0"):
         build(name, chunk=0)

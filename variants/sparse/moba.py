@@ -1,0 +1,158 @@
+"""Mixture of block attention: each head chooses, for each query, the blocks whose mean key fits it best.
+
+    s_ib = q_i . mean(k of block b)        o_i = softmax attention over the `count` - 1 best complete earlier blocks and its own block
+
+One softmax over the union. Only blocks that are complete before the query's own are candidates, so that no mean tells of later tokens; its
+own block is always attended, up to itself. Keys are turned by their position before they are averaged. Lu et al. 2025, "MoBA: Mixture of
+Block Attention for Long-Context LLMs" (arXiv 2502.13189), section 2. What is chosen is not differentiable; there is nothing else to train.
+Time O(T^2 / block) with a small factor for the choice and O(T count block) for attention, memory O(T), state O(T).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.functional import pad
+
+from registry import variants
+from variants import cache, implementations
+from variants.cache import Slots
+from variants.contract import Context, Mixer, State, extent, valid_lengths
+from variants.ops import gathered, reference, select
+from variants.projections import Projections
+from variants.sparse.pieces import Pieces
+from variants.sparse.summaries import Summaries, mean
+
+#: Queries that choose at once, among the blocks that the last of them may choose.
+TILE = 128
+
+
+@variants.register("moba", time="T^2", state="T", hooks=("rotate",), keeps_keys=False, implementations=("numba", "torch", "reference"))
+class MoBA(Mixer):
+    """Mixture of block attention: every head attends to the blocks that fit a query best, and to the query's own.
+
+    Options:
+        kv_heads: key/value heads, a divisor of heads (default: heads); each query head chooses by itself.
+        block: tokens in a block.
+        count: blocks attended by each query, its own included.
+        short_conv: width of a depthwise convolution over time on q, k and v (0: none).
+        impl: which implementation runs; `auto` takes the fastest that is usable.
+    """
+
+    hooks: ClassVar[tuple[str, ...]] = ("rotate",)
+    refused: ClassVar = {
+        "bias": "the mean of a block's keys stands for many positions, and no bias says which",
+        "relate": "blocks are attended to whole, whatever ranges a map of distances has",
+    }
+    normalises_rows = True
+    implementations: tuple[str, ...]
+    #: `block` is no matter of speed here.
+    chunk_options: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        position: Any = None,
+        *,
+        kv_heads: int | None = None,
+        block: int = 64,
+        count: int = 4,
+        short_conv: int = 0,
+        impl: str = "auto",
+        **options: Any,
+    ):
+        super().__init__(dim, heads, position, **options)
+        self.kv_heads = heads if kv_heads is None else kv_heads
+        for name, value in (("block", block), ("count", count)):
+            if value < 1:
+                raise ValueError(f"MoBA: {name} must be at least 1; got {value}")
+        if self.kv_heads < 1 or heads % self.kv_heads:
+            raise ValueError(f"MoBA: kv_heads={self.kv_heads} does not divide heads={heads}")
+        self.block, self.count, self.summaries = block, count, Summaries(block, block)
+        self.implementation = implementations.choose("MoBA", impl, self.implementations)
+        self.projections = Projections(dim, heads, self.kv_heads, self.head_dim, short_conv=short_conv)
+
+    def mix(
+        self, x: Float[Tensor, "batch time dim"], context: Context, state: State | None
+    ) -> tuple[Float[Tensor, "batch time dim"], dict[str, Tensor | Slots], dict[str, Tensor]]:
+        """Project, turn, choose, attend, project back."""
+        before, _ = extent(x, context, state)
+        q, k, v, made = self.projections(x, context, state, before, None)
+        parts: dict[str, Tensor | Slots] = dict(made)
+        assert context.positions is not None
+        q, k = self.rotate(q, k, context.positions, context.positions)
+        if before is None:
+            before = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
+        cached = 0 if state is None else state.slots("keys").count
+        pieces = Pieces(before, cached, valid_lengths(x, context))
+        means, kept = self.summaries.update("means", k, mean, pieces, context, state)
+        keys, values = k, v
+        if state is not None:
+            grown = {name: state.slots(name).append(new.transpose(1, 2)) for name, new in (("keys", k), ("values", v))}
+            keys, values = (slots.tensor.transpose(1, 2) for slots in grown.values())
+            parts |= kept | {name: cache.remember(slots, 0, slots.count, before, context.valid) for name, slots in grown.items()}
+        queries, place = pieces.queries(q), pieces.place
+        chosen = self.choose(queries, means, place)
+        told: dict[str, Any] = {"size": self.block, "scale": self.scale}
+        if self.implementation == "reference":
+            found = reference.attend_blocks(queries, pieces.slots(keys), pieces.slots(values), chosen, place, **told)
+        else:
+            told["loops"] = self.implementation == "numba"
+            found = gathered.attend_blocks(queries, pieces.slots(keys), pieces.slots(values), chosen, place, **told)
+        y = pieces.back(found.y)
+        return self.projections.back(y.to(x.dtype)), parts, {"blocks": chosen if pieces.trivial else pieces.back(chosen)}
+
+    @torch.no_grad()
+    def choose(
+        self,
+        q: Float[Tensor, "pieces heads q_time head_dim"],
+        means: Float[Tensor, "pieces kv_heads blocks head_dim"],
+        place: Int[Tensor, "pieces q_time"],
+    ) -> Int[Tensor, "pieces heads q_time count"]:
+        """The query's own block, and the best of those before it; scores in fp32 or better."""
+        wide = torch.promote_types(q.dtype, torch.float32)
+        means = means.to(wide).repeat_interleave(self.heads // self.kv_heads, 1)
+        found = []
+        for here, at in zip(q.split(TILE, dim=2), place.split(TILE, dim=1), strict=True):
+            blocks = int(at.max()) // self.block + 1
+            index, own = torch.arange(blocks, device=q.device), (at // self.block)[:, None, :, None]
+            scored = min(blocks, means.shape[2])
+            scores = pad(here.to(wide) @ means[:, :, :scored].mT, (0, blocks - scored))
+            scores = scores.masked_fill(index == own, math.inf).masked_fill(index > own, -math.inf)
+            found.append(select.best(scores, self.count))
+        return torch.cat(found, dim=2)
+
+    @property
+    def scale(self) -> float:
+        """The factor on the logits."""
+        return (1.0 if self.position is None else self.position.logit_scale) * self.head_dim**-0.5
+
+    def init_parts(self, batch: int, **like: Any) -> dict[str, Tensor]:
+        """Keys, values, and the means of complete blocks."""
+        parts = {name: torch.zeros(batch, 0, self.kv_heads, self.head_dim, **like) for name in ("keys", "values")}
+        parts |= self.summaries.init_parts("means", batch, self.kv_heads, self.head_dim, **like)
+        return parts | self.projections.init_parts(batch, **like)
+
+    def flops(self, time: int) -> int:
+        """Projections, a product with each block's mean that is a candidate, and 4 * head_dim a head for each pair attended."""
+        whole = time // self.block
+        candidates = self.block * (whole * (whole - 1) // 2) + (time - whole * self.block) * whole
+        pairs = sum(self.block * min(self.count - 1, n) * self.block for n in range(whole))
+        pairs += (time - whole * self.block) * min(self.count - 1, whole) * self.block
+        rest = time - whole * self.block
+        pairs += whole * (self.block * (self.block + 1) // 2) + rest * (rest + 1) // 2
+        return self.projections.flops(time) + self.heads * self.head_dim * (2 * candidates + 4 * pairs)
+
+    def state_elements(self, time: int) -> int:
+        """Keys and values of all tokens, means of complete blocks, and the keys that wait for theirs."""
+        slots = 2 * time + self.summaries.elements(time)
+        return self.kv_heads * self.head_dim * slots + self.projections.state_elements()
+
+    def block_sizes(self) -> tuple[int, ...]:
+        """Lengths at whose multiples a new block begins."""
+        return (self.block,)
