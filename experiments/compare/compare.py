@@ -78,7 +78,8 @@ def compare_runs(
 
 
 def _words(given: str | Iterable[str] | None) -> list[str]:
-    words = given.split(",") if isinstance(given, str) else list(given or ())
+    # A list holds commas of its own: [mamba2*3,full].
+    words = re.split(r",(?![^\[]*\])", given) if isinstance(given, str) else list(given or ())
     return [word.strip() for word in words]
 
 
@@ -121,7 +122,9 @@ def _conditions(baseline: str | Mapping[str, Any], by: Sequence[str]) -> dict[st
 
 
 def _plain(text: str) -> Any:
-    """The number or word that a text spells: 1e-5 and 0.00001 are one."""
+    """The number, list or word that a text spells: 1e-5 and 0.00001 are one."""
+    if re.fullmatch(r"\[.*\]", text):
+        return [_plain(word.strip().strip("'\"")) for word in text[1:-1].split(",")]
     try:
         return json.loads(text)
     except ValueError:

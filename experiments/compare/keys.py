@@ -108,6 +108,8 @@ def is_seed(key: str) -> bool:
 
 def spell(value: Any) -> str:
     """A setting's value as a person writes it."""
+    if isinstance(value, list):
+        return f"[{','.join(map(spell, value))}]"
     return value if isinstance(value, str) else "unset" if value is None else json.dumps(value)
 
 

@@ -144,6 +144,16 @@ def test_a_number_in_a_baseline_may_be_spelt_in_any_way(tmp_path: Path, baseline
     assert compare(tmp_path, baseline=baseline).groups[0].by == {"optimizer.lr": 1e-5}
 
 
+@pytest.mark.parametrize("baseline", ["variant.pattern=[mamba2*3,full]", "variant.pattern=['mamba2*3', \"full\"]"])
+def test_a_list_is_written_and_named_without_quotes(tmp_path: Path, baseline: str) -> None:
+    for seed in range(2):
+        for pattern in (["mamba2*3", "full"], ["full"]):
+            write_run(tmp_path, variant={"name": "hybrid", "pattern": pattern}, seed=seed, metrics={ACCURACY: 0.5})
+    found = compare(tmp_path, by="variant.pattern", baseline=baseline)
+    assert {group.label for group in found.groups} == {"variant.pattern=[mamba2*3,full]", "variant.pattern=[full]"}
+    assert [group.label for group in found.groups if group.cells[ACCURACY].verdict == "baseline"] == ["variant.pattern=[mamba2*3,full]"]
+
+
 def test_one_fixed_baseline_serves_all_groups_when_it_names_every_key(tmp_path: Path) -> None:
     for variant, position in itertools.product(("full", "gqa"), ("none", "rope")):
         write_run(tmp_path, variant=variant, position=position, metrics={ACCURACY: 0.5 + 0.1 * (position == "rope")})
