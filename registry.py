@@ -130,6 +130,10 @@ class Registry:
 
     def build(self, name: str, /, **arguments: Any) -> Any:
         """An instance of `name`. Raises UnknownName or UnknownOption with the nearest valid word; the constructor checks values."""
+        return self.checked(name, **arguments)(**arguments)
+
+    def checked(self, name: str, /, **arguments: Any) -> type:
+        """The class of `name`, which takes such options. Raises UnknownName or UnknownOption, and UserError for one of another type."""
         cls = self.get(name)
         valid = {parameter.name for parameter in _parameters(cls)}
         for key in arguments:
@@ -138,7 +142,7 @@ class Registry:
         for option in options(cls):
             if option.name in arguments:
                 _check_value(f"{self.kind} {name!r}: {option.name}", arguments[option.name], option.type)
-        return cls(**arguments)
+        return cls
 
     def resolve(self, spec: Any, **given: Any) -> Any:
         """What `spec` stands for: None and instances as they are, a name or a mapping with `name` and options built with `given`."""

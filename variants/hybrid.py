@@ -25,12 +25,13 @@ from variants.contract import Context, Mixer, NotApplicable, State
 
 #: Jamba's Mamba has norms on what its steps, writing and reading are made from.
 _NORMED = {"name": "mamba", "norms": True}
-#: Stacks from the literature, of the parts that there are; Griffin's recurrence stands for any that decays by channel, here GLA.
+#: Stacks from the literature, of the parts that there are, Jamba's and Kimi's attention without positions; Griffin's recurrence stands for
+#: any that decays by channel, here GLA.
 PRESETS: Mapping[str, Any] = {
-    "jamba": [_NORMED] * 4 + ["full"] + [_NORMED] * 3,
+    "jamba": [_NORMED] * 4 + [{"name": "full", "position": None}] + [_NORMED] * 3,
     "samba": "mamba sliding_window",
     "griffin": "gla*2 sliding_window",
-    "kimi": "kda*3 mla",
+    "kimi": ["kda"] * 3 + [{"name": "mla", "position": None}],
 }
 #: What a state holds beside the parts of its mixer.
 COUNTERS = ("seen", "in_segment", "segment")
@@ -71,7 +72,8 @@ class Hybrid(Mixer):
         embedded = scheme is not None and set(scheme.hooks) <= {"embed"}
         super().__init__(dim, heads, position if embedded else None, **options)
         stack = _set(parse(pattern if preset == "none" else PRESETS[preset]), settings or {})
-        if scheme is not None and not embedded and not any(_takes(part, scheme) for each in stack for part in each):
+        free = [part for each in stack for part in each if "position" not in part]
+        if scheme is not None and not embedded and not any(_takes(part, scheme) for part in free):
             raise NotApplicable(f"Hybrid: no mixer of its pattern takes position {_name(position)}; choose another position or pattern")
         told = {"dim": dim, "heads": heads} | ({} if self.causal else {"causal": False})
         place = {"layer": layer or 0, "layers": layers}
@@ -92,14 +94,19 @@ class Hybrid(Mixer):
     ) -> tuple[Float[Tensor, "batch time dim"], Mapping[str, Tensor | Slots], dict[str, Tensor]]:
         """The one part, or the mean of all, each behind its norm."""
         if self.norms is None:
-            return self.mixers[0].mix(x, context, state)
+            return self.mixers[0].mix(_embedded(self.mixers[0], x, context), context, state)
         total, parts, aux = torch.zeros_like(x), dict[str, Tensor | Slots](), dict[str, Tensor]()
         for n, (mixer, norm) in enumerate(zip(self.mixers, self.norms, strict=True)):
-            y, new, seen = mixer.mix(x, context, None if state is None else _of_part(state, n))
+            y, new, seen = mixer.mix(_embedded(mixer, x, context), context, None if state is None else _of_part(state, n))
             total = total + norm(y) / len(self.mixers)
             parts |= {f"{n}.{name}": part for name, part in new.items()}
             aux |= {f"{name}/{n}": value for name, value in seen.items()}
         return total, parts, aux
+
+    def _check(self, x: Tensor, context: Context, state: State | None) -> None:
+        super()._check(x, context, state)
+        for mixer in self.mixers:
+            mixer._check(x, context, state)
 
     def init_parts(self, batch: int, **like: Any) -> dict[str, Tensor]:
         """Those of the one part, or of all under their numbers."""
@@ -146,17 +153,45 @@ def parse(pattern: Any) -> list[Layer]:
             count = int(found[2] or 1)
         else:
             side_by_side = list(entry) if isinstance(entry, list | tuple) else [entry]
+        if not side_by_side:
+            raise UserError("variant.pattern: a layer of several mixers side by side needs at least one")
         layers += [tuple(map(_part, side_by_side))] * count
     return layers
 
 
 def _set(stack: Sequence[Layer], settings: Mapping[str, Any]) -> list[Layer]:
-    """The stack with `settings` under the options of its entries. Raises UserError for settings of no variant."""
+    """The stack with `settings` under the options of its entries. Raises UserError for options that there are not, in any layer.
+
+    Settings may be of a variant outside this pattern: a sweep may have one mapping for all its patterns.
+    """
+    if not isinstance(settings, Mapping):
+        raise UserError(f"variant.settings is a mapping of names to options; got {settings!r}")
     for name, given in settings.items():
-        variants.get(name)  # stops at what there is not, also outside this pattern: a sweep may have one for all its patterns
         if not isinstance(given, Mapping):
             raise UserError(f"variant.settings.{name} is a mapping of options; got {given!r}")
-    return [tuple({**settings.get(part["name"], {}), **part} for part in layer) for layer in stack]
+        _require_options({"name": name, **given})
+    whole: list[Layer] = [tuple({**settings.get(part["name"], {}), **part} for part in layer) for layer in stack]
+    for layer in whole:
+        for part in layer:
+            _require_options(part)
+    return whole
+
+
+def _require_options(part: Mapping[str, Any]) -> None:
+    """Raises UserError for options that the mixer does not have, or that the hybrid gives to all of its mixers."""
+    name, given = part["name"], {option: value for option, value in part.items() if option != "name"}
+    common = sorted({"dim", "heads", "causal", "layer", "layers"} & set(given))
+    if common:
+        raise UserError(f"variant.pattern: {name} cannot have {common[0]} of its own; all mixers of a hybrid share it")
+    variants.checked(name, **given)
+
+
+def _embedded(mixer: Mixer, x: Tensor, context: Context) -> Tensor:
+    """What a mixer is given whose own position is added to x."""
+    if mixer.position is None or "embed" not in mixer.position.hooks:
+        return x
+    assert context.positions is not None
+    return mixer.position.embed(x, context.positions)
 
 
 def _part(entry: Any) -> Mapping[str, Any]:

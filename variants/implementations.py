@@ -36,6 +36,7 @@ PACKAGES = {
     "flash_attn": Package("flash_attn", extra="cuda", cuda=True),
     "fla": Package("fla.ops.simple_gla", extra="cuda", cuda=True),
     "mamba_ssm": Package("mamba_ssm.ops.selective_scan_interface", extra="cuda", cuda=True),
+    "causal_conv1d": Package("causal_conv1d", extra="cuda", cuda=True),
     "numba": Package("numba", extra="", cuda=False),
     "flex": Package(None, extra="", cuda=True),  # torch has it, but on a CPU it gives no gradients
 }

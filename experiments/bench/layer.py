@@ -78,6 +78,8 @@ def build(asked: Sequence[str], sizes: Sizes, notes: Notes) -> dict[str, Built]:
     for word, *words in map(str.split, asked):
         name = variants.entry(word).name
         label, options = " ".join([name, *words]), plain_options(name, words)
+        for size in sorted({"dim", "heads"} & set(options)):
+            raise UserError(f"--only {label!r}: all layers have one {size}, which --{size} sets")
         torch.manual_seed(0)
         try:
             mixer = variants.build(name, **{"dim": sizes.dim, "heads": sizes.heads} | options)
@@ -90,8 +92,8 @@ def build(asked: Sequence[str], sizes: Sizes, notes: Notes) -> dict[str, Built]:
                 theirs = make(mixer)
                 theirs.load_state_dict(mixer.state_dict())
                 built[label].public[f"{label} ({whose})"] = theirs
-            except peers.Missing as reason:
-                notes.left_out("layer", f"{label} ({whose})", str(reason))
+            except Exception as reason:  # missing, or without such an option: no reason to time nothing else
+                notes.left_out("layer", f"{label} ({whose})", str(reason).splitlines()[0])
     return built
 
 

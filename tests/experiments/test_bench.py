@@ -111,6 +111,9 @@ def test_options_and_public_layers_of_the_same_parameters_stand_beside_a_variant
         "mamba2 state_dim=4": False,
         "mamba2 state_dim=4 (transformers)": True,
     }
+    said = bench("--level", "layer", "--only", "mamba norms=true", "--mode", "forward", "--lengths", "24", *WORDS).stderr
+    assert "mamba norms=true (mambapy) is left out" in said
+    assert "--dim sets" in bench("--level", "layer", "--only", "mamba dim=48", *WORDS, code=2).stderr
     assert "cannot read 'state_dim'" in bench("--level", "layer", "--only", "mamba2 state_dim", *WORDS, code=2).stderr
 
 

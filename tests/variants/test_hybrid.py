@@ -11,7 +11,7 @@ from torch import Tensor
 from experiments import model
 from experiments.config import resolve
 from registry import UserError, options, variants
-from variants.contract import NotApplicable
+from variants.contract import Context, NotApplicable
 from variants.hybrid import PRESETS, parse
 
 
@@ -56,6 +56,10 @@ def test_presets_are_the_stacks_of_their_papers() -> None:
         ("ful", "ful.*Did you mean 'full'"),
         ([{"heads": 3}], "a mapping with the key 'name'"),
         ("hybrid", "a hybrid stands in no hybrid"),
+        ([[]], "needs at least one"),
+        ([{"name": "full", "causal": False}], "full cannot have causal of its own"),
+        ([{"name": "full", "heads": 4}], "full cannot have heads of its own"),
+        (["gla", {"name": "full", "shrot_conv": 4}], "no option 'shrot_conv'.*Did you mean 'short_conv'"),
     ],
 )
 def test_what_is_no_pattern_is_refused(pattern, message) -> None:
@@ -73,6 +77,8 @@ def test_settings_hold_for_every_mixer_of_a_name_but_for_what_it_sets_itself() -
         build(pattern=pattern, settings={"mambo2": {}})
     with pytest.raises(UserError, match="settings.full is a mapping of options; got 3"):
         build(pattern=pattern, settings={"full": 3})
+    with pytest.raises(UserError, match="Did you mean 'short_conv'"):
+        build(pattern=pattern, settings={"full": {"shrot_conv": 4}}, layer=0)
 
 
 @torch.no_grad()
@@ -116,6 +122,29 @@ def test_a_position_goes_to_the_parts_that_take_it() -> None:
     own = build(pattern=[["gla", {"name": "full", "position": "alibi"}]], position="rope")
     assert [type(part.position).__name__ for part in own.parts] == ["Rotary", "ALiBi"]
     assert build(pattern="mamba2", position="learned").position is not None
+
+
+@torch.no_grad()
+def test_a_scheme_of_one_part_that_is_added_to_x_is_added_there() -> None:
+    alone = variants.build("full", dim=16, heads=2, position="sinusoidal").double()
+    hybrid = build(pattern=[{"name": "full", "position": "sinusoidal"}])
+    hybrid.parts[0].load_state_dict(alone.state_dict())
+    torch.testing.assert_close(hybrid(tokens()).y, alone(tokens()).y)
+    assert not torch.allclose(hybrid(tokens()).y, build(pattern="full")(tokens()).y)
+
+
+def test_what_a_part_refuses_the_hybrid_refuses() -> None:
+    ids = Context(segment_ids=torch.arange(8)[None] // 4)
+    for given in ({"position": "dynamic_ntk", "pattern": "full"}, {"pattern": [["gla", {"name": "full", "position": "dynamic_ntk"}]]}):
+        with pytest.raises(ValueError, match="depends on the length of a row"):
+            build(**given)(torch.randn(1, 8, 16, dtype=torch.float64), ids)
+
+
+def test_presets_without_positions_take_none() -> None:
+    assert build(preset="jamba", layer=4).parts[0].position is None
+    with pytest.raises(NotApplicable, match="no mixer of its pattern takes position rope"):
+        build(preset="jamba", position="rope")
+    assert build(preset="kimi", position="rope", layer=3).parts[0].position is None
 
 
 def test_without_causality_each_part_must_have_such_a_form() -> None:

@@ -47,6 +47,10 @@ def attend_blocks(
     groups divide heads, and kv_heads divide groups or groups kv_heads. loops: run the compiled loops, which need numba and a CPU.
     """
     heads, dtype = q.shape[1], torch.promote_types(q.dtype, torch.float32)
+    batch, _, _, width = k.shape
+    fits = q.shape[0] == batch and q.shape[3] == width and v.shape[:3] == k.shape[:3]
+    if not fits or chosen.shape[:3] != (batch, chosen.shape[1], q.shape[2]) or place.shape != (batch, q.shape[2]):
+        raise ValueError(f"attend_blocks: shapes do not go together: {', '.join(str(tuple(x.shape)) for x in (q, k, v, chosen, place))}")
     with without_autocast(q):
         together = torch.unflatten(q.to(dtype), 1, (max(k.shape[1], chosen.shape[1]), -1)).contiguous()
         scale = q.shape[-1] ** -0.5 if scale is None else scale

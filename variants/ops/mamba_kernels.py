@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import silu
 
+from variants import implementations
 from variants.ops import conv, decay, scan
 
 
@@ -98,8 +99,9 @@ def through_chunks(
 def convolution(
     x: Float[Tensor, "batch time channels"], weight: Float[Tensor, "channels width"], bias: Float[Tensor, " channels"]
 ) -> Float[Tensor, "batch time channels"]:
-    """`conv.short_convolution` of a row that begins here, a bias, and SiLU; the kernel has widths of 2 to 4."""
-    if not x.is_cuda or not 2 <= weight.shape[1] <= 4 or x.dtype == torch.float64:
+    """`conv.short_convolution` of a row that begins here, a bias, and SiLU; the kernel has widths of 2 to 4, and eights of channels."""
+    fits = x.is_cuda and 2 <= weight.shape[1] <= 4 and x.shape[2] % 8 == 0 and x.dtype != torch.float64
+    if not fits or implementations.usable("causal_conv1d") is not None:
         return silu(conv.short_convolution(x, weight) + bias)
     return convolution_kernel(x, weight, bias)
 
@@ -110,5 +112,5 @@ def convolution_kernel(
     """What the kernel makes of inputs in our layout."""
     from causal_conv1d import causal_conv1d_fn
 
-    y: Tensor = causal_conv1d_fn(x.mT, weight.to(x.dtype), bias.to(x.dtype), activation="silu")
+    y: Tensor = causal_conv1d_fn(x.contiguous().mT, weight.to(x.dtype), bias.to(x.dtype), activation="silu")
     return y.mT

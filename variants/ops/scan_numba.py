@@ -3,7 +3,7 @@
 A task is one row of the batch and LANES channels, whose states stay in the caches while time goes by. The forward pass
 keeps the states at the borders of SEGMENT tokens, and the backward pass walks through the segments from the last to the first, computing
 what is inside again: memory is O(T) with no (time, channels, state) tensor. The loops stand behind `torch.library` operators, so that
-autograd, `torch.compile` and fake tensors see through them; first derivatives only.
+autograd, `torch.compile` and fake tensors see through them; first derivatives in reverse mode alone, and no transforms of `torch.func`.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ def selective_scan(
     """The same as `reference.selective_scan`. Single tokens, and tensors that are on no CPU, are left to plain torch."""
     if x.shape[1] == 1 or x.device.type != "cpu":
         return scan.selective_scan(x, step, rate, write, read, before=before, initial=initial, signed=signed)
+    _require_shapes(x, step, rate, write, read, before, initial)
     dtype = torch.promote_types(x.dtype, torch.float32)
     with without_autocast(x):
         x, step, write, read = (part.to(dtype).contiguous() for part in (x, step, write, read))
@@ -49,6 +50,24 @@ def selective_scan(
         # Inside, channels are last.
         y, last, _ = _scan(x, step, rate.mT.contiguous(), write, read, starts, state.mT.contiguous(), signed)
     return y, last.mT
+
+
+def _require_shapes(
+    x: Tensor, step: Tensor, rate: Tensor, write: Tensor, read: Tensor, before: Tensor | None, initial: Tensor | None
+) -> None:
+    """Raises ValueError: the loops would read beyond the end of what does not fit."""
+    (batch, time, channels), size = x.shape, rate.shape[-1]
+    right = {
+        "step": (step, (batch, time, channels)),
+        "rate": (rate, (channels, size)),
+        "write": (write, (batch, time, size)),
+        "read": (read, (batch, time, size)),
+        "before": (before, (batch, time)),
+        "initial": (initial, (batch, channels, size)),
+    }
+    for name, (part, shape) in right.items():
+        if part is not None and part.shape != shape:
+            raise ValueError(f"selective_scan: {name} must be {shape}; got {tuple(part.shape)}")
 
 
 @torch.library.custom_op(

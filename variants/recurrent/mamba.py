@@ -62,6 +62,8 @@ class Mamba(StateSpace):
         **options: Any,
     ):
         self.at_least_one(expand=expand, state_dim=state_dim, rank=rank, short_conv=short_conv, chunk=chunk)
+        if options.get("head_dim") is not None:
+            raise ValueError(f"Mamba: head_dim={options['head_dim']} means nothing, it has no heads; expand sets its width")
         super().__init__(dim, heads, position, **options)
         rank, width = -(-dim // 16) if rank is None else rank, expand * dim
         self.state_dim, self.width, self.chunk, self.negative = state_dim, width, chunk, allow_negative_eigenvalues
@@ -96,7 +98,7 @@ class Mamba(StateSpace):
         y, last = self.core()(
             channels,
             step,
-            -self.A_log.to(wide).exp(),
+            self.rates(wide),
             self.b_layernorm(write),
             self.c_layernorm(read),
             before=None if context.segment_ids is None else before,

@@ -11,6 +11,7 @@ state_dim * head_dim a head.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,7 +35,7 @@ class Mamba2(StateSpace):
     """A selective state space with one decay a head, in chunks of matrix products.
 
     Options:
-        expand: width of x, as a multiple of dim.
+        expand: width of x, as a multiple of dim, shared by the heads (where head_dim is given, x is heads * head_dim wide).
         state_dim: width of B and C, the state's numbers for each channel of x.
         groups: how many B and C there are; heads of a group share them.
         short_conv: width of the convolution over time on x, B and C.
@@ -71,7 +72,7 @@ class Mamba2(StateSpace):
         super().__init__(dim, heads, position, head_dim=head_dim, **options)
         if heads % groups:
             raise ValueError(f"Mamba2: groups={groups} does not divide heads={heads}")
-        if largest_step is not None and not 0 <= least_step < largest_step:
+        if not 0 <= least_step < (math.inf if largest_step is None else largest_step):
             raise ValueError(f"Mamba2: least_step must be below largest_step, and neither negative; got {least_step} and {largest_step}")
         self.state_dim, self.groups, self.chunk = state_dim, groups, chunk
         self.limits, self.negative = (least_step, largest_step), allow_negative_eigenvalues
@@ -102,7 +103,7 @@ class Mamba2(StateSpace):
         keys, queries = (rearrange(part, apart, heads=self.groups) for part in (keys, queries))
         told = {"before": None if context.segment_ids is None else before, "initial": None if state is None else state["matrix"]}
         wide = torch.promote_types(dt.dtype, torch.float32)
-        step, rate = self.step_sizes(dt, context), -self.A_log.to(wide).exp()
+        step, rate = self.step_sizes(dt, context), self.rates(wide)
         if self.implementation == "mamba_ssm":
             y, matrix = mamba_kernels.state_space_duality(queries, keys, values, step, rate, chunk=self.chunk, **told)
         else:

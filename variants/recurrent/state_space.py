@@ -61,6 +61,10 @@ class StateSpace(Mixer):
         """Numbers in `empty_taps(1)`."""
         return (self.conv1d.kernel_size[0] - 1) * self.conv1d.in_channels
 
+    def rates(self, dtype: torch.dtype) -> Tensor:
+        """A = -exp(A_log), finite, so that a step of 0 stands still whatever the rate."""
+        return -self.A_log.to(dtype).exp().clamp(max=torch.finfo(dtype).max)
+
     def undecayed(self) -> Iterable[nn.Parameter]:
         """The rates: decayed to 0, their logarithms would make every channel forget at the same rate."""
         return [self.A_log]

@@ -287,6 +287,37 @@ def test_a_forked_process_scans_too() -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("step", (2, 7, 4)),
+        ("step", (1, 7, 5)),
+        ("rate", (4, 3)),
+        ("write", (2, 6, 3)),
+        ("read", (2, 7, 2)),
+        ("initial", (2, 5, 1)),
+        ("initial", (2, 3, 5)),
+        ("before", (2, 6)),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_a_loop_reads_it(name, shape, unchecked) -> None:
+    x, step, rate, write, read = inputs(7)
+    made = {"step": step, "rate": rate, "write": write, "read": read, "initial": start(), "before": torch.ones(2, 7, dtype=torch.long)}
+    made[name] = torch.ones(shape, dtype=made[name].dtype)
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        scan_numba.selective_scan(x, **made)
+
+
+@every_implementation
+def test_a_step_of_nothing_stands_still_at_any_rate(run) -> None:
+    x, step, rate, write, read = (part.detach() for part in inputs(7))
+    rate = torch.full_like(rate, torch.finfo(rate.dtype).min)
+    step[:, 3:] = 0
+    y, last = run(x, step, rate, write, read)
+    torch.testing.assert_close(last, run(x[:, :3], step[:, :3], rate, write[:, :3], read[:, :3])[1])
+    assert y.isfinite().all()
+
+
 def test_mambapy_scans_the_same() -> None:
     pscan = pytest.importorskip("mambapy.pscan").pscan
     x, step, rate, write, read = made = inputs(32, dtype=torch.float32)

@@ -115,6 +115,15 @@ def test_the_operator_is_what_torch_asks_of_operators(loops) -> None:
     torch.library.opcheck(torch.ops.attnlab.attend_blocks.default, example)
 
 
+@pytest.mark.parametrize("wrong", ["q", "k", "v", "chosen", "place"])
+def test_what_does_not_fit_is_refused_before_a_loop_reads_it(wrong, unchecked) -> None:
+    (q, k, v), chosen, place = inputs(4, 2, 2, 5, 9)
+    made = {"q": q, "k": k, "v": v, "chosen": chosen, "place": place}
+    made[wrong] = made[wrong][..., :-1] if wrong in ("q", "k") else made[wrong][:, :, :-1] if wrong in ("v", "chosen") else place[:, :-1]
+    with pytest.raises(ValueError, match="do not go together"):
+        gathered.attend_blocks(**made, size=4, loops=True)
+
+
 def test_one_thread_or_many_is_the_same(monkeypatch) -> None:
     monkeypatch.setattr(gathered, "WORTH", 0)
     made, chosen, place = inputs(4, 1, 1, 60, 60)

@@ -197,6 +197,14 @@ def test_pads_on_either_side_and_segments_are_as_if_alone() -> None:
     torch.testing.assert_close(y[1, 1:], mixer(x[1:, 1:]).y[0])
 
 
+@torch.no_grad()
+def test_rates_beyond_any_number_leave_pads_alone() -> None:
+    mixer, x = build(torch.float32), tokens(6, torch.float32)
+    mixer.A_log.fill_(200)
+    valid = torch.tensor([[True] * 6, [True] * 3 + [False] * 3])
+    assert mixer(x, Context(valid=valid)).y.isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -204,6 +212,7 @@ def test_pads_on_either_side_and_segments_are_as_if_alone() -> None:
         ({"rank": 0}, "rank must be at least 1; got 0"),
         ({"expand": 0}, "expand must be at least 1; got 0"),
         ({"short_conv": 0}, "short_conv must be at least 1; got 0"),
+        ({"head_dim": 8}, "head_dim=8 means nothing"),
         ({"impl": "mamba_ssm", "allow_negative_eigenvalues": True}, "its decays are positive"),
     ],
 )

@@ -142,6 +142,8 @@ def test_rates_and_steps_start_where_the_source_has_them() -> None:
         ({"state_dim": 0}, "state_dim must be at least 1; got 0"),
         ({"least_step": 0.2, "largest_step": 0.1}, "least_step must be below largest_step"),
         ({"short_conv": 0}, "short_conv must be at least 1; got 0"),
+        ({"least_step": float("nan")}, "least_step must be below"),
+        ({"least_step": -1.0}, "neither negative"),
     ],
 )
 def test_wrong_options_say_what_would_be_right(options, message) -> None:
