@@ -23,8 +23,8 @@ from variants.contract import Context, Mixer, MixerOutput, State
 TOLERANCE = 1e-9
 #: Added to every parameter, so that what starts at zero (biases, gates) cannot hide what it would do after training.
 JITTER = 0.1
-#: Attributes that hold a block size, where a mixer has no method `block_sizes() -> tuple[int, ...]`.
-BLOCK_ATTRIBUTES = ("block", "chunk", "window")
+#: Attributes that hold a block size, where a mixer has no method `block_sizes() -> tuple[int, ...]`; options that a fast check makes small.
+BLOCK_ATTRIBUTES = ("block", "chunk", "window", "compress_block", "compress_stride")
 #: Larger blocks are not crossed: a check must stay a matter of seconds.
 LARGEST_BLOCK = 128
 #: Up to here every length from 1 to twice the block is tried; above, those next to its multiples.

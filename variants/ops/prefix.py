@@ -19,8 +19,8 @@ from torch.autograd.function import once_differentiable
 from variants.ops.attention import Output
 from variants.ops.precision import without_autocast
 
-#: Numbers in a tile of weights, all rows and heads together: 4 MB in fp32.
-TILE = 2**20
+#: Numbers in a tile of weights, all rows and heads together (4 MB in fp32), and queries in one: more would look at much that they do not see.
+TILE, QUERIES = 2**20, 128
 
 #: (queries of a tile, weights (batch, kv_heads, shared, tile, slots seen)) -> nothing. Called in the forward pass, without gradients.
 Watch = Callable[[slice, Tensor], None]
@@ -95,7 +95,7 @@ class _Prefix(torch.autograd.Function):
 def _tiles(q: Tensor, k: Tensor, visible: Tensor) -> Iterator[_Tile]:
     """Tiles whose queries see something; the bounds of all of them are read at once."""
     batch, groups, shared, time = q.shape[:4]
-    size = max(1, min(time, TILE // max(1, batch * groups * shared * k.shape[2])))
+    size = max(1, min(time, QUERIES, TILE // max(1, batch * groups * shared * k.shape[2])))
     pieces = torch.split(visible, size, dim=1)
     bounds = torch.stack([torch.stack([piece.min(), piece.max()]) for piece in pieces]).tolist()
     for n, (least, most) in enumerate(bounds):
