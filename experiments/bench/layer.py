@@ -7,6 +7,7 @@ layers that take its parameters, under the name of whose they are.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -30,11 +31,12 @@ BASELINE = "full"
 
 
 class Built(NamedTuple):
-    """A mixer, the same by its reference implementation if it has one, and public layers that take its parameters."""
+    """A mixer, its reference implementation if it has one, public layers that take its parameters, and others that have their own."""
 
     mixer: Any
     reference: Any
     public: dict[str, nn.Module]
+    apart: dict[str, nn.Module]
 
 
 def run(
@@ -86,12 +88,13 @@ def build(asked: Sequence[str], sizes: Sizes, notes: Notes) -> dict[str, Built]:
         except (UserError, ValueError, TypeError) as error:
             notes.left_out("layer", label, str(error))
             continue
-        built[label] = Built(mixer, reference(name, sizes, options), {})
-        for whose, make in peers.LAYERS.get(name, {}).items():
+        built[label] = Built(mixer, reference(name, sizes, options), {}, {})
+        for whose, (make, alike) in peers.LAYERS.get(name, {}).items():
             try:
                 theirs = make(mixer)
-                theirs.load_state_dict(mixer.state_dict())
-                built[label].public[f"{label} ({whose})"] = theirs
+                if alike:
+                    theirs.load_state_dict(mixer.state_dict())
+                (built[label].public if alike else built[label].apart)[f"{label} ({whose})"] = theirs
             except Exception as reason:  # missing, or without such an option: no reason to time nothing else
                 notes.left_out("layer", f"{label} ({whose})", str(reason).splitlines()[0])
     return built
@@ -99,7 +102,7 @@ def build(asked: Sequence[str], sizes: Sizes, notes: Notes) -> dict[str, Built]:
 
 def sequence(name: str, built: Built, sizes: Sizes, length: int, verified: bool) -> Iterator[Candidate]:
     """A full pass of ours and of the public layers, verified against the variant's reference implementation where it has one."""
-    mixer, right, public = built
+    mixer, right, public, apart = built
     x = inputs(sizes, length).requires_grad_()
     parameters = dict(mixer.named_parameters())
     oracle = None
@@ -112,6 +115,8 @@ def sequence(name: str, built: Built, sizes: Sizes, length: int, verified: bool)
     for label, theirs in public.items():
         call = lambda theirs=theirs: functional_call(theirs, parameters, x)  # noqa: E731
         yield Candidate(label, call, oracle, leaves, flops=flops, peer=True)
+    for label, theirs in apart.items():  # it computes something else: what is compared is the cost
+        yield Candidate(label, partial(theirs, x), None, (x, *theirs.parameters()), flops=flops, peer=True)
 
 
 def reference(name: str, sizes: Sizes, options: Mapping[str, Any]) -> Any:

@@ -106,8 +106,26 @@ def transformers_mamba2(mixer: Any) -> nn.Module:
     return block
 
 
-#: Public layers that take the parameters of a variant of ours: variant -> {whose: what makes one of the same sizes}.
-LAYERS: dict[str, dict[str, Callable[[Any], nn.Module]]] = {
-    "mamba": {"mambapy": mambapy_mamba, "transformers": transformers_mamba},
-    "mamba2": {"transformers": transformers_mamba2},
+def lucidrains_nsa(mixer: Any) -> nn.Module:
+    """lucidrains' native sparse attention with blocks as in ours; its window has a token more, its branches share keys. Raises Missing."""
+    layer: nn.Module = package("native_sparse_attention_pytorch", "native-sparse-attention-pytorch").SparseAttention(
+        dim=mixer.dim,
+        dim_head=mixer.head_dim,
+        heads=mixer.heads,
+        kv_heads=mixer.kv_heads,
+        sliding_window_size=mixer.window,
+        compress_block_size=mixer.summaries.block,
+        compress_block_sliding_stride=mixer.summaries.stride,
+        selection_block_size=mixer.block,
+        num_selected_blocks=mixer.count,
+        causal=True,
+    )
+    return layer
+
+
+#: Public layers of a variant: variant -> {whose: (what makes one of the same sizes, whether it takes the parameters of ours)}.
+LAYERS: dict[str, dict[str, tuple[Callable[[Any], nn.Module], bool]]] = {
+    "mamba": {"mambapy": (mambapy_mamba, True), "transformers": (transformers_mamba, True)},
+    "mamba2": {"transformers": (transformers_mamba2, True)},
+    "nsa": {"lucidrains": (lucidrains_nsa, False)},
 }

@@ -279,7 +279,7 @@ class Copying(torch.nn.Module):
 @pytest.mark.parametrize(("wrap", "copies"), [(lambda mixer: mixer, False), (Copying, True)])
 def test_a_decoded_token_does_not_copy_the_cache_and_a_copy_would_be_seen(wrap, copies):
     mixer = wrap(registry.variants.build("full", dim=64, heads=2))
-    (candidate,) = layer.decoding("full", layer.Built(mixer, None, {}), Sizes(dim=64, heads=2), 1024, verified=True)
+    (candidate,) = layer.decoding("full", layer.Built(mixer, None, {}, {}), Sizes(dim=64, heads=2), 1024, verified=True)
     timings, notes = found(Group("decode", 1024, 1, "full", [candidate]), modes=("decode",))
     assert not notes.wrong
     (row,) = timings
@@ -289,7 +289,7 @@ def test_a_decoded_token_does_not_copy_the_cache_and_a_copy_would_be_seen(wrap, 
 
 def test_decoding_is_verified_against_the_full_pass():
     mixer = registry.variants.build("full", dim=16, heads=2)
-    (candidate,) = layer.decoding("full", layer.Built(mixer, None, {}), SMALL, 32, verified=True)
+    (candidate,) = layer.decoding("full", layer.Built(mixer, None, {}, {}), SMALL, 32, verified=True)
     candidate.call.state = mixer.init_state(1)
     assert wrong(candidate)
 

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from variants.ops.attention import Output
 from variants.ops.precision import without_autocast
 
-#: Numbers in a tile of weights, all rows and heads together (4 MB in fp32), and queries in one: more would look at much that they do not see.
+#: Numbers in a tile of weights, all rows and heads together (4 MB in fp32); queries in one: more would look at what they do not see.
 TILE, QUERIES = 2**20, 128
 
 #: (queries of a tile, weights (batch, kv_heads, shared, tile, slots seen)) -> nothing. Called in the forward pass, without gradients.
