@@ -58,7 +58,7 @@ def run(command: str, cwd: Path) -> str:
         given = {word.partition("=")[0] for word in words}
         paired = not {"task=passkey", "experiment=state_tracking"} & set(words)
         words += [word for word in SMALL if word.partition("=")[0] not in given and (paired or not word.startswith("task.pairs"))]
-        if {"experiment=quickstart", "experiment=state_tracking"} & set(words):
+        if {"experiment=quickstart", "experiment=state_tracking", "experiment=hybrid_ratio"} & set(words):
             words += ["seed=0"]
     if words[0] == "check":
         words.append("--fast")

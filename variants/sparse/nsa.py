@@ -150,7 +150,8 @@ class NSA(Mixer):
         chosen = torch.empty(len(q), self.kv_heads, q.shape[2], self.count, dtype=torch.int64, device=q.device)
 
         def choose(here: slice, weights: Tensor | None) -> None:
-            chosen[:, :, here] = select.best(self.scores(place[:, here], weights, blocks), self.count)
+            within = min(blocks, int(place[:, here].max()) // self.block + 1)  # no later one may be chosen here
+            chosen[:, :, here] = select.best(self.scores(place[:, here], weights, within), self.count)
 
         visible = self.summaries.complete(place + 1).clamp(max=k.shape[2])
         blind = int((visible == 0).all(0).sum())  # the first queries see no compressed key, and nobody watches them
