@@ -89,7 +89,8 @@ def build(asked: Sequence[str], sizes: Sizes, notes: Notes) -> dict[str, Built]:
             notes.left_out("layer", label, str(error))
             continue
         built[label] = Built(mixer, reference(name, sizes, options), {}, {})
-        for whose, (make, alike) in peers.LAYERS.get(name, {}).items():
+        public = {} if "impl" in options else peers.LAYERS.get(name, {})  # they stand beside the variant, not beside each of its forms
+        for whose, (make, alike) in public.items():
             try:
                 theirs = make(mixer)
                 if alike:
@@ -116,7 +117,7 @@ def sequence(name: str, built: Built, sizes: Sizes, length: int, verified: bool)
         call = lambda theirs=theirs: functional_call(theirs, parameters, x)  # noqa: E731
         yield Candidate(label, call, oracle, leaves, flops=flops, peer=True)
     for label, theirs in apart.items():  # it computes something else: what is compared is the cost
-        yield Candidate(label, partial(theirs, x), None, (x, *theirs.parameters()), flops=flops, peer=True)
+        yield Candidate(label, partial(theirs, x), None, (x, *(p for p in theirs.parameters() if p.requires_grad)), flops=flops, peer=True)
 
 
 def reference(name: str, sizes: Sizes, options: Mapping[str, Any]) -> Any:

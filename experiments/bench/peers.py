@@ -99,9 +99,8 @@ def transformers_mamba2(mixer: Any) -> nn.Module:
     mamba2 = package("transformers.models.mamba2.modeling_mamba2", "transformers")
     sizes = {"num_heads": mixer.heads, "head_dim": mixer.head_dim, "state_size": mixer.state_dim, "n_groups": mixer.groups}
     expand = mixer.heads * mixer.head_dim // mixer.dim
-    config = mamba2.Mamba2Config(
-        hidden_size=mixer.dim, expand=expand, conv_kernel=mixer.conv1d.kernel_size[0], chunk_size=mixer.chunk, **sizes
-    )
+    # Its chunks are as long as it has them by default.
+    config = mamba2.Mamba2Config(hidden_size=mixer.dim, expand=expand, conv_kernel=mixer.conv1d.kernel_size[0], **sizes)
     block: nn.Module = mamba2.Mamba2Mixer(config, layer_idx=0)
     return block
 
