@@ -24,7 +24,10 @@ logger = logging.getLogger(__name__)
 
 
 class Package(NamedTuple):
-    """What an implementation needs: a module besides torch, the extra of attnlab that installs it if one does, a CUDA device or not."""
+    """What an implementation needs: a module besides torch, a CUDA device or not.
+
+    extra: that of attnlab which installs it; "": it comes with attnlab.
+    """
 
     module: str | None
     extra: str
@@ -46,8 +49,11 @@ class NotUsable(UserError, ValueError):
     """An implementation asked for by name that cannot run here."""
 
 
-def usable(name: str, device: str | None = None) -> str | None:
-    """None if implementation `name` can run, else the reason why not. device: its type; default: any device of this machine."""
+def usable(name: str, device: str | None = None, *, quick: bool = False) -> str | None:
+    """None if implementation `name` can run, else the reason why not. device: its type; default: any device of this machine.
+
+    quick: believe that what comes with attnlab can be imported.
+    """
     package = PACKAGES.get(name)
     if package is None:
         return None
@@ -59,7 +65,7 @@ def usable(name: str, device: str | None = None) -> str | None:
     if package.cuda and not _cuda():
         return "needs a CUDA device, and there is none"
     # Last, because an import may take seconds and complain of a device that is not there.
-    return None if package.module is None else _import_error(package.module)
+    return None if package.module is None or (quick and not package.extra) else _import_error(package.module)
 
 
 def choose(

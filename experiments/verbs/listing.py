@@ -23,7 +23,7 @@ def everything() -> dict[str, Any]:
                 "time": entry.facts.get("time", ""),
                 "state": entry.facts.get("state", ""),
                 "positions": list(entry.facts.get("hooks", ())),
-                "implementations": {name: usable(name) or "usable" for name in entry.facts.get("implementations", ())},
+                "implementations": {name: usable(name, quick=True) or "usable" for name in entry.facts.get("implementations", ())},
             }
             for entry in map(registry.variants.entry, registry.variants.names())
         ],
