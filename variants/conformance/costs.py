@@ -45,7 +45,7 @@ class Meter(TorchDispatchMode):
         new = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in storages]
         for tensor in new:
             self._follow(tensor.untyped_storage())
-        formula = FORMULAS.get(func._overloadpacket)
+        formula = FORMULAS.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)  # operators may say theirs later
         if formula is not None:
             operations = formula(*args, **kwargs, out_val=out)
             self.products += operations

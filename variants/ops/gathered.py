@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from variants.ops.attention import Output
 from variants.ops.precision import without_autocast
@@ -147,6 +148,26 @@ def _differentiate(ctx: Any, grad_y: Tensor, grad_lse: Tensor) -> tuple[Tensor |
 
 
 _attend.register_autograd(_differentiate, setup_context=_keep)
+
+
+@register_flop_formula(torch.ops.attnlab.attend_blocks)
+def _flops(q: Any, k: Any, v: Any, chosen: Any, place: Any, size: int, *_: Any, **__: Any) -> int:
+    """Products with the slots of the chosen blocks, forward; from shapes."""
+    return 2 * _pairs(q, k, chosen, size) * int(q[-1] + v[-1])
+
+
+@register_flop_formula(torch.ops.attnlab.attend_blocks_backward)
+def _backward_flops(q: Any, k: Any, v: Any, chosen: Any, place: Any, size: int, *_: Any, **__: Any) -> int:
+    """Logits again, and the gradients by weights, queries, keys and values."""
+    return 2 * _pairs(q, k, chosen, size) * int(3 * q[-1] + 2 * v[-1])
+
+
+def _pairs(q: Any, k: Any, chosen: Any, size: int) -> int:
+    """Pairs of a query and a slot that it chose, of which the first queries have fewer; the last query stands at the last slot."""
+    batch, groups, shared, time, _ = q
+    most, before = chosen[-1] * size, k[2] - time
+    short = min(time, max(0, most - before))
+    return int(batch * groups * shared * (short * before + short * (short + 1) // 2 + (time - short) * most))
 
 
 class _Gathered:
