@@ -185,6 +185,12 @@ class Mixer(nn.Module):
         """Parameters that weight decay must leave alone, besides biases and norms (anything with fewer than two axes)."""
         return ()
 
+    def at_least_one(self, **options: int | None) -> None:
+        """Raises ValueError for an option below 1."""
+        for option, value in options.items():
+            if value is not None and value < 1:
+                raise ValueError(f"{type(self).__name__}: {option} must be at least 1; got {value}")
+
     def _check(self, x: Tensor, context: Context, state: State | None) -> None:
         name = type(self).__name__
         if x.ndim != 3 or x.shape[-1] != self.dim:

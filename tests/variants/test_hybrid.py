@@ -81,6 +81,11 @@ def test_settings_hold_for_every_mixer_of_a_name_but_for_what_it_sets_itself() -
         build(pattern=pattern, settings={"full": {"shrot_conv": 4}}, layer=0)
 
 
+def test_settings_that_are_no_mapping_are_refused(unchecked) -> None:
+    with pytest.raises(UserError, match="settings is a mapping of names to options; got \\[1\\]"):
+        build(settings=[1])
+
+
 @torch.no_grad()
 def test_a_layer_is_the_mixer_of_its_place() -> None:
     for layer, name in enumerate(["gla", "full", "gla", "full"]):

@@ -9,7 +9,7 @@ the log-sum-exp. In fp32 or better whatever the input's dtype, also under autoca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -217,7 +217,3 @@ def _tiles(q: Tensor, k: Tensor, chosen: Tensor, size: int) -> Iterator[slice]:
 def _worth(q: Tensor, chosen: Tensor, size: int) -> bool:
     """Whether there is work for several threads."""
     return q.numel() * chosen.shape[-1] * size >= WORTH
-
-
-#: (q, k, v, chosen, place, *, size, scale) -> Output.
-AttendBlocks = Callable[..., Output]

@@ -32,12 +32,6 @@ class StateSpace(Mixer):
     implementation: str
     A_log: nn.Parameter
 
-    def at_least_one(self, **options: int | None) -> None:
-        """Raises ValueError for an option below 1."""
-        for option, value in options.items():
-            if value is not None and value < 1:
-                raise ValueError(f"{type(self).__name__}: {option} must be at least 1; got {value}")
-
     def convolution(self, channels: int, width: int) -> nn.Conv1d:
         """Taps and biases of `channels` depthwise convolutions."""
         return nn.Conv1d(channels, channels, width, groups=channels)

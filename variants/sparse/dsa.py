@@ -23,11 +23,10 @@ from torch.nn.functional import log_softmax, relu
 from torch.utils.checkpoint import checkpoint
 
 from registry import variants
-from variants import cache, implementations
 from variants.cache import Slots
-from variants.contract import Context, Mixer, State, extent, valid_lengths
-from variants.ops import gathered, reference, select
-from variants.projections import Projections
+from variants.contract import Context, State, extent
+from variants.ops import select
+from variants.sparse.layer import Sparse, places
 from variants.sparse.pieces import Pieces
 
 #: Queries whose scores, or gathered keys, are alive at once.
@@ -35,25 +34,20 @@ TILE = 64
 
 
 @variants.register("dsa", time="T^2", state="T", hooks=("rotate",), keeps_keys=False, implementations=("numba", "torch", "reference"))
-class DSA(Mixer):
+class DSA(Sparse):
     """DeepSeek sparse attention: a lightning indexer picks the tokens that all heads attend to.
 
     Options:
-        kv_heads: key/value heads, a divisor of heads (default: heads).
         count: tokens attended by each query, if there are as many.
         index_heads: heads of the indexer.
         stage: `sparse` attends to what is chosen, `dense` to everything, while the indexer learns what matters.
-        short_conv: width of a depthwise convolution over time on q, k and v (0: none).
-        impl: which implementation runs; `auto` takes the fastest that is usable.
     """
 
-    hooks: ClassVar[tuple[str, ...]] = ("rotate",)
     refused: ClassVar = {
         "bias": "it writes no logits out that a bias could be added to",
         "relate": "the tokens that it attends to lie in no ranges",
     }
     normalises_rows = True
-    implementations: tuple[str, ...]
 
     def __init__(
         self,
@@ -61,24 +55,14 @@ class DSA(Mixer):
         heads: int,
         position: Any = None,
         *,
-        kv_heads: int | None = None,
         count: int = 64,
         index_heads: int = 4,
         stage: Literal["sparse", "dense"] = "sparse",
-        short_conv: int = 0,
-        impl: str = "auto",
         **options: Any,
     ):
+        self.at_least_one(count=count, index_heads=index_heads)
         super().__init__(dim, heads, position, **options)
-        self.kv_heads = heads if kv_heads is None else kv_heads
-        for name, value in (("count", count), ("index_heads", index_heads)):
-            if value < 1:
-                raise ValueError(f"DSA: {name} must be at least 1; got {value}")
-        if self.kv_heads < 1 or heads % self.kv_heads:
-            raise ValueError(f"DSA: kv_heads={self.kv_heads} does not divide heads={heads}")
         self.count, self.index_heads, self.stage = count, index_heads, stage
-        self.implementation = implementations.choose("DSA", impl, self.implementations)
-        self.projections = Projections(dim, heads, self.kv_heads, self.head_dim, short_conv=short_conv)
         self.index_queries = nn.Linear(dim, index_heads * self.head_dim, bias=False)
         self.index_keys = nn.Linear(dim, self.head_dim, bias=False)
         self.index_weights = nn.Linear(dim, index_heads, bias=False)
@@ -97,22 +81,21 @@ class DSA(Mixer):
         assert context.positions is not None
         q, k = self.rotate(q, k, context.positions, context.positions)
         index_q, index_k = self.rotate(index_q, index_k, context.positions, context.positions)
-        if before is None:
-            before = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
-        cached = 0 if state is None else state.slots("keys").count
-        pieces = Pieces(before, cached, valid_lengths(x, context))
-        slots = {"keys": k, "values": v, "index_keys": index_k}
-        if state is not None:
-            grown = {name: state.slots(name).append(new.transpose(1, 2)) for name, new in slots.items()}
-            slots = {name: kept.tensor.transpose(1, 2) for name, kept in grown.items()}
-            if torch.is_grad_enabled():  # whose inputs are detached is so also between calls
-                grown["index_keys"] = Slots(grown["index_keys"].tensor.detach())
-            parts |= {name: cache.remember(kept, 0, kept.count, before, context.valid) for name, kept in grown.items()}
+        before = places(x, before)
+        pieces = self.pieces(x, context, state, before)
+        slots, kept = self.remembered({"keys": k, "values": v, "index_keys": index_k}, context, state, before)
+        parts |= kept
+        if state is not None and torch.is_grad_enabled():  # whose inputs are detached is so also between calls
+            part = parts["index_keys"]
+            parts["index_keys"] = (part.tensor if isinstance(part, Slots) else part).detach()
         q, index_q, weight = pieces.queries(q), pieces.queries(index_q), pieces.queries(weight)
         k, v, index_k = (pieces.slots(slots[name]) for name in ("keys", "values", "index_keys"))
         chosen = self.choose(index_q, index_k, weight, pieces.place)
-        found = self.attend(q, k, v, chosen, pieces.place)
-        aux = {"tokens": chosen if pieces.trivial else pieces.back(chosen)}
+        if self.stage == "dense":  # everything is one block, which is chosen
+            found = self.attend(q, k, v, torch.zeros_like(chosen[..., :1]), pieces.place, k.shape[2])
+        else:
+            found = self.attend(q, k, v, chosen, pieces.place, 1)
+        aux = {"tokens": pieces.back(chosen)}
         if torch.is_grad_enabled():
             aux["loss/indexer"] = self.divergence((q, k, found.lse), (index_q, index_k, weight), chosen, pieces)
         return self.projections.back(pieces.back(found.y).to(x.dtype)), parts, aux
@@ -143,17 +126,6 @@ class DSA(Mixer):
             scores = scores.masked_fill(torch.arange(seen, device=q.device) > at.unsqueeze(-1), -math.inf)
             found.append(select.best(scores, self.count))
         return torch.cat(found, dim=1).unsqueeze(1)
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, place: Tensor) -> Any:
-        """Attention to the chosen tokens, or in the dense stage to all."""
-        if self.stage == "dense":
-            size, chosen = k.shape[2], torch.zeros_like(chosen[..., :1])
-        else:
-            size = 1
-        told: dict[str, Any] = {"size": size, "scale": self.scale}
-        if self.implementation == "reference":
-            return reference.attend_blocks(q, k, v, chosen, place, **told)
-        return gathered.attend_blocks(q, k, v, chosen, place, **told, loops=self.implementation == "numba")
 
     def divergence(
         self, attention: tuple[Tensor, Tensor, Tensor], index: tuple[Tensor, Tensor, Tensor], chosen: Tensor, pieces: Pieces
@@ -205,11 +177,6 @@ class DSA(Mixer):
         wanted = log_softmax(scores, dim=-1).masked_fill(~seen, 0)
         each = torch.xlogy(shares, shares) - shares * wanted
         return each.sum(-1).masked_fill(~valid, 0).sum()
-
-    @property
-    def scale(self) -> float:
-        """The factor on the logits."""
-        return (1.0 if self.position is None else self.position.logit_scale) * self.head_dim**-0.5
 
     def init_parts(self, batch: int, **like: Any) -> dict[str, Tensor]:
         """Keys, values and the indexer's keys."""

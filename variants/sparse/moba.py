@@ -19,12 +19,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from registry import variants
-from variants import cache, implementations
 from variants.cache import Slots
-from variants.contract import Context, Mixer, State, extent, valid_lengths
-from variants.ops import gathered, reference, select
-from variants.projections import Projections
-from variants.sparse.pieces import Pieces
+from variants.contract import Context, State, extent
+from variants.ops import select
+from variants.sparse.layer import Sparse, places
 from variants.sparse.summaries import Summaries, mean
 
 #: Queries that choose at once, among the blocks that the last of them may choose.
@@ -32,50 +30,26 @@ TILE = 128
 
 
 @variants.register("moba", time="T^2", state="T", hooks=("rotate",), keeps_keys=False, implementations=("numba", "torch", "reference"))
-class MoBA(Mixer):
+class MoBA(Sparse):
     """Mixture of block attention: every head attends to the blocks that fit a query best, and to the query's own.
 
+    Each query head chooses by itself, also where heads share keys.
+
     Options:
-        kv_heads: key/value heads, a divisor of heads (default: heads); each query head chooses by itself.
         block: tokens in a block.
         count: blocks attended by each query, its own included.
-        short_conv: width of a depthwise convolution over time on q, k and v (0: none).
-        impl: which implementation runs; `auto` takes the fastest that is usable.
     """
 
-    hooks: ClassVar[tuple[str, ...]] = ("rotate",)
     refused: ClassVar = {
         "bias": "the mean of a block's keys stands for many positions, and no bias says which",
         "relate": "blocks are attended to whole, whatever ranges a map of distances has",
     }
     normalises_rows = True
-    implementations: tuple[str, ...]
-    #: `block` is no matter of speed here.
-    chunk_options: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(
-        self,
-        dim: int,
-        heads: int,
-        position: Any = None,
-        *,
-        kv_heads: int | None = None,
-        block: int = 64,
-        count: int = 4,
-        short_conv: int = 0,
-        impl: str = "auto",
-        **options: Any,
-    ):
+    def __init__(self, dim: int, heads: int, position: Any = None, *, block: int = 64, count: int = 4, **options: Any):
+        self.at_least_one(block=block, count=count)
         super().__init__(dim, heads, position, **options)
-        self.kv_heads = heads if kv_heads is None else kv_heads
-        for name, value in (("block", block), ("count", count)):
-            if value < 1:
-                raise ValueError(f"MoBA: {name} must be at least 1; got {value}")
-        if self.kv_heads < 1 or heads % self.kv_heads:
-            raise ValueError(f"MoBA: kv_heads={self.kv_heads} does not divide heads={heads}")
         self.block, self.count, self.summaries = block, count, Summaries(block, block)
-        self.implementation = implementations.choose("MoBA", impl, self.implementations)
-        self.projections = Projections(dim, heads, self.kv_heads, self.head_dim, short_conv=short_conv)
 
     def mix(
         self, x: Float[Tensor, "batch time dim"], context: Context, state: State | None
@@ -86,26 +60,15 @@ class MoBA(Mixer):
         parts: dict[str, Tensor | Slots] = dict(made)
         assert context.positions is not None
         q, k = self.rotate(q, k, context.positions, context.positions)
-        if before is None:
-            before = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
-        cached = 0 if state is None else state.slots("keys").count
-        pieces = Pieces(before, cached, valid_lengths(x, context))
+        before = places(x, before)
+        pieces = self.pieces(x, context, state, before)
         means, kept = self.summaries.update("means", k, mean, pieces, context, state)
-        keys, values = k, v
-        if state is not None:
-            grown = {name: state.slots(name).append(new.transpose(1, 2)) for name, new in (("keys", k), ("values", v))}
-            keys, values = (slots.tensor.transpose(1, 2) for slots in grown.values())
-            parts |= kept | {name: cache.remember(slots, 0, slots.count, before, context.valid) for name, slots in grown.items()}
-        queries, place = pieces.queries(q), pieces.place
-        chosen = self.choose(queries, means, place)
-        told: dict[str, Any] = {"size": self.block, "scale": self.scale}
-        if self.implementation == "reference":
-            found = reference.attend_blocks(queries, pieces.slots(keys), pieces.slots(values), chosen, place, **told)
-        else:
-            told["loops"] = self.implementation == "numba"
-            found = gathered.attend_blocks(queries, pieces.slots(keys), pieces.slots(values), chosen, place, **told)
-        y = pieces.back(found.y)
-        return self.projections.back(y.to(x.dtype)), parts, {"blocks": chosen if pieces.trivial else pieces.back(chosen)}
+        slots, all_slots = self.remembered({"keys": k, "values": v}, context, state, before)
+        parts |= kept | all_slots
+        queries = pieces.queries(q)
+        chosen = self.choose(queries, means, pieces.place)
+        found = self.attend(queries, pieces.slots(slots["keys"]), pieces.slots(slots["values"]), chosen, pieces.place, self.block)
+        return self.projections.back(pieces.back(found.y).to(x.dtype)), parts, {"blocks": pieces.back(chosen)}
 
     @torch.no_grad()
     def choose(
@@ -126,11 +89,6 @@ class MoBA(Mixer):
             scores = scores.masked_fill(index == own, math.inf).masked_fill(index > own, -math.inf)
             found.append(select.best(scores, self.count))
         return torch.cat(found, dim=2)
-
-    @property
-    def scale(self) -> float:
-        """The factor on the logits."""
-        return (1.0 if self.position is None else self.position.logit_scale) * self.head_dim**-0.5
 
     def init_parts(self, batch: int, **like: Any) -> dict[str, Tensor]:
         """Keys, values, and the means of complete blocks."""

@@ -23,19 +23,18 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, silu
 
 from registry import variants
-from variants import cache, implementations
 from variants.cache import Slots
-from variants.contract import Context, Mixer, State, extent, valid_lengths
-from variants.ops import gathered, reference, select, softmax
-from variants.ops.attention import Output, Sight
+from variants.contract import Context, State, extent
+from variants.ops import reference, select, softmax
+from variants.ops.attention import Sight
 from variants.ops.prefix import attend_prefix
-from variants.projections import Projections
+from variants.sparse.layer import Sparse, places
 from variants.sparse.pieces import Pieces
 from variants.sparse.summaries import Summaries, mean
 
 
 @variants.register("nsa", time="T^2", state="T", hooks=("rotate",), keeps_keys=False, implementations=("numba", "torch", "reference"))
-class NSA(Mixer):
+class NSA(Sparse):
     """Native sparse attention: compressed, selected and near keys, in three gated branches.
 
     Options:
@@ -48,18 +47,13 @@ class NSA(Mixer):
         first_blocks: blocks at the beginning that are always chosen.
         local_blocks: the query's own block and those before it that are always chosen.
         window: tokens in sight of the third branch, the query itself counted.
-        short_conv: width of a depthwise convolution over time on q, k and v (0: none).
-        impl: which implementation runs; `auto` takes the fastest that is usable.
     """
 
-    hooks: ClassVar[tuple[str, ...]] = ("rotate",)
     refused: ClassVar = {
         "bias": "its compressed keys stand for many positions, and no bias says which",
         "relate": "blocks are attended to whole, whatever ranges a map of distances has",
     }
-    implementations: tuple[str, ...]
-    #: `block` is no matter of speed here.
-    chunk_options: ClassVar[tuple[str, ...]] = ()
+    branches: ClassVar[int] = 3
 
     def __init__(
         self,
@@ -76,16 +70,10 @@ class NSA(Mixer):
         first_blocks: int = 1,
         local_blocks: int = 2,
         window: int = 128,
-        short_conv: int = 0,
-        impl: str = "auto",
         **options: Any,
     ):
-        super().__init__(dim, heads, position, **options)
-        for name, value in (("compress_stride", compress_stride), ("local_blocks", local_blocks), ("window", window)):
-            if value < 1:
-                raise ValueError(f"NSA: {name} must be at least 1; got {value}")
-        if kv_heads < 1 or heads % kv_heads:
-            raise ValueError(f"NSA: kv_heads={kv_heads} does not divide heads={heads}")
+        self.at_least_one(compress_stride=compress_stride, local_blocks=local_blocks, window=window)
+        super().__init__(dim, heads, position, kv_heads=kv_heads, **options)
         for name, value in (("compress_block", compress_block), ("block", block)):
             if value < compress_stride or value % compress_stride:
                 raise ValueError(f"NSA: {name}={value} must be a multiple of compress_stride={compress_stride}")
@@ -95,11 +83,9 @@ class NSA(Mixer):
             raise ValueError(
                 f"NSA: count={count} must leave room for what is always chosen: first_blocks={first_blocks} and local_blocks={local_blocks}"
             )
-        self.kv_heads, self.block, self.count, self.window = kv_heads, block, count, window
+        self.block, self.count, self.window = block, count, window
         self.first_blocks, self.local_blocks = first_blocks, local_blocks
         self.summaries = Summaries(compress_block, compress_stride)
-        self.implementation = implementations.choose("NSA", impl, self.implementations)
-        self.projections = Projections(dim, heads, 3 * kv_heads, self.head_dim, short_conv=short_conv)
         self.compress_k, self.compress_v = (
             Compression(kv_heads, compress_block, self.head_dim) if compression == "mlp" else None for _ in range(2)
         )
@@ -117,10 +103,8 @@ class NSA(Mixer):
         assert context.positions is not None
         turned, keys = self.rotate(q, torch.cat([k_s, k_w], dim=1), context.positions, context.positions)
         k_s, k_w = keys.chunk(2, dim=1)
-        if before is None:
-            before = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
-        cached = 0 if state is None else state.slots("keys").count
-        pieces = Pieces(before, cached, valid_lengths(x, context))
+        before = places(x, before)
+        pieces = self.pieces(x, context, state, before)
 
         compressed = []
         for name, new, module in (("compressed_keys", k_c, self.compress_k), ("compressed_values", v_c, self.compress_v)):
@@ -128,18 +112,15 @@ class NSA(Mixer):
             compressed.append(found)
             parts |= kept
         near, slots = self.remembered({"near_keys": k_w, "near_values": v_w}, context, state, before, self.window - 1)
-        far, all_slots = self.remembered({"keys": k_s, "values": v_s}, context, state, before, None)
+        far, all_slots = self.remembered({"keys": k_s, "values": v_s}, context, state, before)
 
         summary, chosen = self.summarise(pieces, q, *compressed)
-        selected = self.attend(
-            pieces.queries(turned), pieces.slots(far["keys"]), pieces.slots(far["values"]), chosen, pieces.place.clamp(min=0)
-        )
+        keys, values = (pieces.slots(far[name]) for name in ("keys", "values"))
+        selected = self.attend(pieces.queries(turned), keys, values, chosen, pieces.place, self.block).y
         windowed = self.windowed(turned, near, before, state is not None)
         gate = rearrange(torch.sigmoid(self.gates(x)), "batch time (branch heads) -> branch batch heads time 1", branch=3)
         y = gate[0] * pieces.back(summary) + gate[1] * pieces.back(selected) + gate[2] * windowed
-        if state is not None:
-            parts |= slots | all_slots
-        return self.projections.back(y.to(x.dtype)), parts, {"blocks": self.located(pieces, chosen)}
+        return self.projections.back(y.to(x.dtype)), parts | slots | all_slots, {"blocks": pieces.back(chosen)}
 
     def summarise(
         self, pieces: Pieces, q: Tensor, k: Tensor, v: Tensor
@@ -207,15 +188,6 @@ class NSA(Mixer):
             total += times * padded[..., start : start + ahead * (blocks - 1) + 1 : ahead]
         return total
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, place: Tensor) -> Float[Tensor, "pieces heads q_time head_dim"]:
-        """Attention to the chosen blocks."""
-        told: dict[str, Any] = {"size": self.block, "scale": self.scale}
-        if self.implementation == "reference":
-            found: Output = reference.attend_blocks(q, k, v, chosen, place, **told)
-        else:
-            found = gathered.attend_blocks(q, k, v, chosen, place, **told, loops=self.implementation == "numba")
-        return found.y
-
     def windowed(
         self, q: Tensor, slots: dict[str, Tensor], before: Int[Tensor, "batch time"], cached: bool
     ) -> Float[Tensor, "batch heads time head_dim"]:
@@ -223,28 +195,6 @@ class NSA(Mixer):
         attention = reference.attention if self.implementation == "reference" else softmax.attention
         sight = Sight(window=self.window, before=before if cached or before.stride(0) else None)
         return attention(q, slots["near_keys"], slots["near_values"], sight=sight, scale=self.scale)
-
-    @property
-    def scale(self) -> float:
-        """The factor on logits of turned queries and keys."""
-        return (1.0 if self.position is None else self.position.logit_scale) * self.head_dim**-0.5
-
-    def remembered(
-        self, new: dict[str, Tensor], context: Context, state: State | None, before: Int[Tensor, "batch time"], recent: int | None
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor | Slots]]:
-        """Slots (batch, kv_heads, slots, head_dim) to attend to, and what the next state keeps: the `recent` newest, or all."""
-        if state is None:
-            return new, {}
-        grown = {name: state.slots(name).append(part.transpose(1, 2)) for name, part in new.items()}
-        kept = {
-            name: cache.remember(slots, 0, slots.count if recent is None else recent, before, context.valid)
-            for name, slots in grown.items()
-        }
-        return {name: slots.tensor.transpose(1, 2) for name, slots in grown.items()}, kept
-
-    def located(self, pieces: Pieces, chosen: Int[Tensor, "pieces kv_heads q_time count"]) -> Int[Tensor, "batch kv_heads time count"]:
-        """The chosen blocks of every token, counted from the first token of its segment; -1 where fewer were there to choose."""
-        return chosen if pieces.trivial else pieces.back(chosen)
 
     def init_parts(self, batch: int, **like: Any) -> dict[str, Tensor]:
         """Keys and values of each branch, compressed ones, and the last tokens that wait for their compressed key to be complete."""
