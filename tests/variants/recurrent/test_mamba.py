@@ -197,12 +197,14 @@ def test_pads_on_either_side_and_segments_are_as_if_alone() -> None:
     torch.testing.assert_close(y[1, 1:], mixer(x[1:, 1:]).y[0])
 
 
+@pytest.mark.parametrize("impl", ["numba", "torch", "reference"])
 @torch.no_grad()
-def test_rates_beyond_any_number_leave_pads_alone() -> None:
-    mixer, x = build(torch.float32), tokens(6, torch.float32)
+def test_rates_beyond_any_number_leave_pads_alone(impl) -> None:
+    mixer, x = build(torch.float32, impl=impl), tokens(6, torch.float32)
     mixer.A_log.fill_(200)
     valid = torch.tensor([[True] * 6, [True] * 3 + [False] * 3])
-    assert mixer(x, Context(valid=valid)).y.isfinite().all()
+    y, state, _ = mixer(x, Context(valid=valid), mixer.init_state(2))
+    assert y.isfinite().all() and state["scan"].isfinite().all()
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,12 @@ def test_the_loss_teaches_the_indexer_alone_and_the_outputs_teach_it_nothing() -
             assert (grad is not None and bool(grad.any())) == (name.startswith("index_") == its_own), name
 
 
+def test_what_a_state_holds_of_the_indexer_has_no_history() -> None:
+    mixer, x = build(), tokens().requires_grad_()
+    state = mixer(x, state=mixer.init_state(2)).state
+    assert state["keys"].requires_grad and not state["index_keys"].requires_grad
+
+
 @torch.no_grad()
 def test_as_many_tokens_as_there_are_is_full_attention() -> None:
     mixer, x = build(count=23), tokens()
