@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
 from variants.cache import Slots
+from variants.ops.ranks import Ranks, Ring
 
 
 @dataclass(frozen=True)
@@ -19,11 +20,21 @@ class Context:
     positions: absolute position of each token (default: counted over the valid tokens of its segment).
     valid: False marks padding.
     segment_ids: tokens see only their own segment, a contiguous run of one id (None: all tokens continue the segment the state is in).
+    split: the tokens are but a part of each row, and the rest is with other ranks; made by `split_rows`.
     """
 
     positions: Int[Tensor, "batch time"] | None = None
     valid: Bool[Tensor, "batch time"] | None = None
     segment_ids: Int[Tensor, "batch time"] | None = None
+    split: Split | None = field(default=None, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Split:
+    """ring: which tokens of each row are here. whole: what there is to tell of whole rows, valid tokens first and with positions."""
+
+    ring: Ring
+    whole: Context
 
 
 class State(Mapping[str, Tensor]):
@@ -96,6 +107,16 @@ def left_align(x: Tensor, context: Context) -> tuple[Tensor, Context, Int[Tensor
     return _rows(x, order), Context(*(None if part is None else part.gather(1, order) for part in _parts(context))), order
 
 
+def split_rows(x: Shaped[Tensor, "batch time *rest"], context: Context, ranks: Ranks) -> tuple[Shaped[Tensor, "batch here *rest"], Context]:
+    """What this process has of rows that are split over ranks, and what it is told of them.
+
+    Valid tokens come first in each row, and positions are given. Raises ValueError for rows with less than a token for each slice.
+    """
+    ring = Ring(ranks, x.shape[1])
+    here = (None if part is None else ring.part(part) for part in _parts(context))
+    return ring.part(x), Context(*here, split=Split(ring, context))
+
+
 def default_positions(x: Tensor, context: Context, state: State | None) -> Context:
     """The context with positions: where none are given, each token's place among the valid tokens of its segment, counted on from `state`.
 
@@ -125,6 +146,11 @@ def extent(
     Segments are contiguous and pads are at the end, so this pair says all that segments, padding and a half-filled cache hide: token i may
     look at tokens i - before_i to i + after_i. (None, None) where the shape says as much; `after` is None for a causal mixer.
     """
+    if context.split is not None:  # a row's tokens lie before and after each other wherever they are
+        ring, whole = context.split.ring, context.split.whole
+        assert whole.positions is not None
+        found = extent(whole.positions, whole, None, causal)
+        return tuple(None if part is None else ring.part(part) for part in found)  # type: ignore[return-value]
     if context.segment_ids is None and state is None and (causal or context.valid is None):
         return None, None
     before = _places(x, context.segment_ids, state)

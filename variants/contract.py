@@ -121,19 +121,21 @@ class Mixer(nn.Module):
             return MixerOutput(x, state, {})
         order = None
         if context.valid is not None:
-            x, context, order = left_align(x, context)
+            if context.split is None:
+                x, context, order = left_align(x, context)
             # Not x * valid: a pad may hold NaN, and zero times NaN is NaN.
             x = x.masked_fill(~context.valid.unsqueeze(-1), 0)  # type: ignore[union-attr]
-        context = default_positions(x, context, state)
+        if context.split is None:
+            context = default_positions(x, context, state)
         if self.position is not None and "embed" in self.position.hooks:
             assert context.positions is not None
             x = self.position.embed(x, context.positions)
         y, parts, aux = self.mix(x, context, state)
         if state is not None:
             state = advance(state.replace(**parts), context, x.shape[1])
-        if order is not None:
-            assert context.valid is not None
+        if context.valid is not None:
             y = y.masked_fill(~context.valid.unsqueeze(-1), 0)
+        if order is not None:
             y = y.gather(1, order.argsort(dim=1).unsqueeze(-1).expand_as(y))
         return MixerOutput(y, state, aux)
 
@@ -177,6 +179,10 @@ class Mixer(nn.Module):
         """Floating-point numbers in the state of one sequence after `time` tokens."""
         raise NotImplementedError(f"{type(self).__name__} must define state_elements(time)")
 
+    def whole_rows(self) -> str | None:
+        """Why each row must be in one process; None: `mix` honours `Context.split`."""
+        return f"{type(self).__name__} has no form for rows that are split over processes"
+
     def reach(self) -> int | None:
         """How many tokens back an output depends on its input; None: all of them."""
         return None
@@ -211,6 +217,10 @@ class Mixer(nn.Module):
             raise ValueError(
                 f"{name}: {scheme} depends on the length of a row, and packed segments have lengths of their own; give one a row"
             )
+        if context.split is not None:
+            reason = self.whole_rows() or ("a cache is of whole rows" if state is not None else None)
+            if reason is not None:
+                raise NotApplicable(f"{name}: {reason}")
         if state is not None and not self.causal:
             raise ValueError(f"{name} with causal=False takes no state")
         if state is not None and state["seen"].shape[0] != x.shape[0]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from variants.cache import newest
 from variants.contract import Context, State
 from variants.ops import conv
+from variants.ops.ranks import Ring
 
 
 class Projections(nn.Module):
@@ -105,5 +106,26 @@ def convolved(
 ) -> tuple[Float[Tensor, "batch time channels"], dict[str, Tensor]]:
     """(the short convolution of channels, the part `taps` of the new state: its last inputs)."""
     past = None if state is None else state["taps"]
+    if context.split is not None:
+        ring = context.split.ring
+        rows = zip(ring.pieces(channels, 1), ring.ahead(channels, taps.shape[1] - 1), _pieces(ring, before), strict=True)
+        return torch.cat([conv.short_convolution(row, taps, taps=left, before=here) for row, left, here in rows], dim=1), {}
     y = conv.short_convolution(channels, taps, taps=past, before=before, after=after, causal=causal)
     return y, {} if past is None else {"taps": newest(torch.cat([past, channels], dim=1), past.shape[1], context.valid)}
+
+
+def previous(
+    x: Float[Tensor, "batch time *rest"], past: Float[Tensor, "batch 1 *rest"], context: Context, before: Int[Tensor, "batch time"] | None
+) -> Float[Tensor, "batch time *rest"]:
+    """For each token the one before it; `past` before the first, and 0 before that of a segment."""
+    pieces, ahead = [x], [past.to(x.dtype)]
+    if context.split is not None:
+        pieces, ahead = context.split.ring.pieces(x, 1), context.split.ring.ahead(x, 1)
+    found = torch.cat([part for piece, left in zip(pieces, ahead, strict=True) for part in (left, piece[:, :-1])], dim=1)
+    if before is None:
+        return found
+    return found.masked_fill((before == 0).view(*before.shape, *(1 for _ in x.shape[2:])), 0)
+
+
+def _pieces(ring: Ring, before: Tensor | None) -> list[Tensor | None]:
+    return [None for _ in ring.here] if before is None else list(ring.pieces(before, 1))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from variants.conformance import agreement, basics, caching, causality, declared, gradients, machinery, rows, scaling
+from variants.conformance import agreement, basics, caching, causality, declared, gradients, machinery, rows, scaling, splitting
 from variants.conformance.subject import Subject
 
 Property = Callable[[Subject], str]
@@ -41,6 +41,7 @@ PROPERTIES: tuple[Property, ...] = (
     gradients.analytic_gradients_equal_numerical_ones,
     gradients.gradients_through_a_cache_are_those_of_the_full_pass,
     gradients.strides_of_inputs_and_output_gradients_change_nothing,
+    splitting.rows_split_over_processes_give_those_of_one,
     agreement.implementations_agree,
     machinery.a_saved_state_dict_restores_every_output,
     machinery.casting_to_bf16_and_back_loses_only_rounding,

@@ -106,7 +106,7 @@ def packed_segments_equal_separate_runs(subject: Subject) -> str:
     """Outputs and gradients, with padding between and ids that come back; then in pieces, cut inside segments and between. Or a refusal."""
     mixer = subject.build()
     time = subject.longest
-    ids, valid = _packed(time)
+    ids, valid = packed(time)
     context = Context(valid=valid, segment_ids=ids.masked_fill(~valid, -1))
     x = _filled(mixer, valid, HUGE)
     try:
@@ -154,7 +154,7 @@ def _filled(mixer: Mixer, valid: Bool[Tensor, "rows time"], junk: float) -> Floa
     return tokens(rows, time, mixer.dim).masked_fill(~valid.unsqueeze(-1), junk)
 
 
-def _packed(time: int) -> tuple[Int[Tensor, "rows time"], Bool[Tensor, "rows time"]]:
+def packed(time: int) -> tuple[Int[Tensor, "rows time"], Bool[Tensor, "rows time"]]:
     """Segment ids and validity of three rows: two segments; many, whose ids come back; one with padding inside and around."""
     place = torch.arange(time)
     ids = torch.stack([(place >= 3).long(), 7 - (place // 4) % 2, torch.where(place < time // 2, 5, 2)])

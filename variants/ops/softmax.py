@@ -56,17 +56,22 @@ def attend(
     """
     if not q.numel() or not k.numel():
         raise ValueError(f"attention needs at least one query and one key; got q {tuple(q.shape)} and k {tuple(k.shape)}")
-    plan = _Plan(
+    plan = planned(q, k, sight=sight, bias=bias, scale=scale, dropout=dropout)
+    at_queries, at_keys = fade or (None, None)
+    with without_autocast(q):
+        inputs = plan, q, k, v, at_queries, at_keys, sink, *(bias.parameters if bias else ())
+        return Output(*_Attend.apply(*inputs))  # type: ignore[no-untyped-call]
+
+
+def planned(q: Tensor, k: Tensor, *, sight: Sight, bias: Bias | None, scale: float | None, dropout: float = 0.0) -> Plan:
+    """What `forward` and `backward` are told. Draws one number from the global generator if dropout is not 0."""
+    return Plan(
         sight=sight.within(q.shape[2], k.shape[2]),
         bias=bias,
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
         dropout=dropout,
         seed=int(torch.randint(2**62, ())) if dropout else 0,
     )
-    at_queries, at_keys = fade or (None, None)
-    with without_autocast(q):
-        inputs = plan, q, k, v, at_queries, at_keys, sink, *(bias.parameters if bias else ())
-        return Output(*_Attend.apply(*inputs))  # type: ignore[no-untyped-call]
 
 
 #: q, k, v, and the two sides of a fade.
@@ -74,7 +79,7 @@ Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True)
-class _Plan:
+class Plan:
     """What is the same for all tiles and no tensor to differentiate by."""
 
     sight: Sight
@@ -86,14 +91,9 @@ class _Plan:
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plan: _Plan, q: Tensor, k: Tensor, v: Tensor, *more: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, plan: Plan, q: Tensor, k: Tensor, v: Tensor, *more: Tensor | None) -> tuple[Tensor, Tensor]:
         at_queries, at_keys, sink, *parameters = more
-        batch, heads, time = q.shape[:3]
-        # Heads lie inside time, as the projection that follows wants them.
-        y = q.new_empty(batch, time, heads, v.shape[-1]).transpose(1, 2)
-        lse = q.new_empty(batch, time, heads, dtype=_wide(q)).transpose(1, 2)
-        for part in _parts(plan, (q, k, v, at_queries, at_keys), parameters):
-            part.forward(sink, y, lse)
+        y, lse = forward(plan, (q, k, v, at_queries, at_keys), sink, parameters)
         ctx.save_for_backward(q, k, v, *more, y, lse)
         ctx.plan = plan
         return y, lse
@@ -103,21 +103,46 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, at_queries, at_keys, sink, *parameters, y, lse = ctx.saved_tensors
         wide = _wide(q)
-        dq, da = torch.empty_like(q), None if at_queries is None else torch.empty_like(at_queries)
-        # Contiguous, because products are added into them.
-        dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
-        db = None if at_keys is None else torch.zeros(at_keys.shape, dtype=wide, device=k.device)
-        grown = [torch.zeros_like(x, dtype=_wide(x)) for x in parameters]
         # ds = p (dp - D): what lse is asked for enters like one more term of D.
         excess = (dy.to(wide) * y).sum(-1) - dlse
-        for part in _parts(ctx.plan, (q, k, v, at_queries, at_keys), parameters):
-            part.backward(dy, lse, excess, (dq, dk, dv, da, db), grown)
+        by, grown = backward(ctx.plan, (q, k, v, at_queries, at_keys), parameters, dy, lse, excess)
         dsink = None if sink is None else -((sink.to(wide)[:, None] - lse).exp() * excess).sum((0, 2)).to(sink.dtype)
-        db = None if db is None or at_keys is None else db.to(at_keys.dtype)
-        return None, dq, dk.to(k.dtype), dv.to(v.dtype), da, db, dsink, *(g.to(x.dtype) for g, x in zip(grown, parameters, strict=True))
+        dq, dk, dv, da, db = (None if x is None else x.to(of.dtype) for x, of in zip(by, (q, k, v, at_queries, at_keys), strict=True))
+        return None, dq, dk, dv, da, db, dsink, *(g.to(x.dtype) for g, x in zip(grown, parameters, strict=True))
 
 
-def _parts(plan: _Plan, tensors: Tensors, parameters: Sequence[Tensor | None]) -> Iterator[_Part]:
+def forward(plan: Plan, tensors: Tensors, sink: Tensor | None, parameters: Sequence[Tensor | None]) -> Output:
+    """Outputs, in the dtype of q, and the log-sum-exp; not differentiable."""
+    q, _, v, _, _ = tensors
+    batch, heads, time = q.shape[:3]
+    # Heads lie inside time, as the projection that follows wants them.
+    y = q.new_empty(batch, time, heads, v.shape[-1]).transpose(1, 2)
+    lse = q.new_empty(batch, time, heads, dtype=_wide(q)).transpose(1, 2)
+    for part in _parts(plan, tensors, parameters):
+        part.forward(sink, y, lse)
+    return Output(y, lse)
+
+
+def backward(
+    plan: Plan, tensors: Tensors, parameters: Sequence[Tensor | None], dy: Tensor, lse: Tensor, excess: Tensor
+) -> tuple[Tensors, list[Tensor]]:
+    """Gradients of q, k, v and the fade, and of the bias's parameters.
+
+    lse: of all the keys that the queries attended to, of which these may be some. excess: y . dy, y over all of them too, less the gradient
+    by lse.
+    """
+    q, k, v, at_queries, at_keys = tensors
+    dq, da = torch.empty_like(q), None if at_queries is None else torch.empty_like(at_queries)
+    # Contiguous, because products are added into them.
+    dk, dv = (torch.zeros(x.shape, dtype=_wide(q), device=x.device) for x in (k, v))
+    db = None if at_keys is None else torch.zeros(at_keys.shape, dtype=_wide(q), device=k.device)
+    grown = [torch.zeros_like(x, dtype=_wide(x)) for x in parameters if x is not None]
+    for part in _parts(plan, tensors, parameters):
+        part.backward(dy, lse, excess, (dq, dk, dv, da, db), grown)
+    return (dq, dk, dv, da, db), grown
+
+
+def _parts(plan: Plan, tensors: Tensors, parameters: Sequence[Tensor | None]) -> Iterator[_Part]:
     """The batch and its heads, so many at a time that a tile of weights fits into the cache."""
     q, k = tensors[:2]
     batch, groups, shared = q.shape[0], k.shape[1], q.shape[1] // k.shape[1]
@@ -142,7 +167,7 @@ class _Part:
 
     def __init__(
         self,
-        plan: _Plan,
+        plan: Plan,
         tiled: Tiling,
         shared: int,
         rows: slice,

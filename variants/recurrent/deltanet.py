@@ -36,6 +36,7 @@ class Delta(Recurrent):
 
     cores: ClassVar[Mapping[str, Callable[..., tuple[Tensor, Tensor]]]] = DELTA
     activation: ClassVar[Callable[[Tensor], Tensor] | None] = staticmethod(silu)
+    erases: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ from torch.nn.functional import sigmoid, silu
 
 from variants import implementations
 from variants.contract import Context, Mixer, State, extent
-from variants.ops import decay, delta, fla_kernels, reference
+from variants.ops import decay, delta, fla_kernels, passing, reference
 from variants.ops.precision import without_autocast
 from variants.projections import Projections
 
@@ -64,6 +64,8 @@ class Recurrent(Mixer):
     value_share: ClassVar[int] = 1
     #: How many keys and values a head has for each token.
     writes: int = 1
+    #: Whether a token takes something out of the state under its key.
+    erases: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -129,15 +131,20 @@ class Recurrent(Mixer):
             k = k.masked_fill(~context.valid[:, None, :, None], 0)
             gates = {**gates, "log_decay": still(gates.get("log_decay"), context)}
         # Without segments nothing starts again, and what was never seen is 0.
-        told = {"before": None if context.segment_ids is None else before, "initial": None if state is None else state["matrix"]}
-        y, matrix = self.core()(q, k, v, **gates, **told)
+        before = None if context.segment_ids is None else before
+        initial = None if state is None else state["matrix"]
+        y, matrix = carried(self.core(), q, k, v, gates, context, before, initial, heads=self.heads, erases=self.erases)
         y = self.norm(y, x.dtype)
         y = y if self.gate is None else y * self.gate(x)
-        return self.projections.back(y), parts if state is None else parts | {"matrix": matrix}, {}
+        return self.projections.back(y), parts if state is None or matrix is None else parts | {"matrix": matrix}, {}
 
     def core(self) -> Callable[..., tuple[Tensor, Tensor]]:
         """The core that runs: (q, k, v, gates by name, before, initial) -> (o, last state)."""
         return running(self.cores, self.implementation, self.chunk)
+
+    def whole_rows(self) -> str | None:
+        """Nothing: what a slice leaves of a state is passed on."""
+        return None
 
     def init_parts(self, batch: int, **like: Any) -> dict[str, Tensor]:
         """A matrix of 0, in fp32 or better whatever the model's dtype, and the convolution's taps."""
@@ -156,6 +163,30 @@ class Recurrent(Mixer):
     def state_elements(self, time: int) -> int:
         """The matrix and the convolution's taps, whatever the length."""
         return self.heads * self.head_dim * self.value_dim + self.projections.state_elements()
+
+
+def carried(
+    core: Callable[..., tuple[Tensor, Tensor]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates,
+    context: Context,
+    before: Tensor | None,
+    initial: Tensor | None,
+    *,
+    heads: int,
+    erases: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """(o, last state) of a core; of rows that are split over processes, where no state is kept, o alone.
+
+    before: None where nothing starts again. Gates have a time axis, but for `bonus`.
+    """
+    if context.split is None:
+        return core(q, k, v, **gates, before=before, initial=initial)
+    timed = {name: gate for name, gate in gates.items() if name != "bonus"}
+    fixed = {name: gate for name, gate in gates.items() if name == "bonus"}
+    return passing.run(core, context.split.ring, q, k, v, timed, fixed, heads=heads, before=before, erases=erases), None
 
 
 class HeadNorm(nn.Module):

@@ -25,7 +25,7 @@ from registry import variants
 from variants import implementations
 from variants.contract import Context, Mixer, State, extent
 from variants.projections import Projections
-from variants.recurrent.layer import DECAY, empty_matrix, pairs, running
+from variants.recurrent.layer import DECAY, carried, empty_matrix, pairs, running
 
 #: Width of queries and keys before Taylor features, unless told otherwise.
 NARROW = 16
@@ -100,17 +100,17 @@ class Linear(Mixer):
         matrix, normaliser = (None, None) if state is None else (state["matrix"], state.get("normaliser"))
         turned = (q, k) if self.expanded else self.rotate(q, k, positions, positions)
         if self.rms is not None:
-            y, matrix = self.sum(*turned, v, before=before, after=after, initial=matrix)
+            y, matrix = self.sum(*turned, v, before=before, after=after, initial=matrix, context=context)
             y = self.rms(y.to(x.dtype))
         elif self.turned:
-            y, matrix = self.sum(*turned, v, before=before, after=after, initial=matrix)
-            total, normaliser = self.sum(q, k, torch.ones_like(v[..., :1]), before=before, after=after, initial=normaliser)
+            y, matrix = self.sum(*turned, v, before=before, after=after, initial=matrix, context=context)
+            total, normaliser = self.sum(q, k, torch.ones_like(v[..., :1]), before=before, after=after, initial=normaliser, context=context)
             y = _divide(y, total)
         else:
             # The denominator is what a value of 1 would give: one more column.
             initial = None if matrix is None or normaliser is None else torch.cat([matrix, normaliser], dim=-1)
-            y, last = self.sum(q, k, nn.functional.pad(v, (0, 1), value=1.0), before=before, after=after, initial=initial)
-            matrix, normaliser = torch.split(last, [self.value_dim, 1], dim=-1)
+            y, last = self.sum(q, k, nn.functional.pad(v, (0, 1), value=1.0), before=before, after=after, initial=initial, context=context)
+            matrix, normaliser = (None, None) if last is None else torch.split(last, [self.value_dim, 1], dim=-1)
             y, total = torch.split(y, [self.value_dim, 1], dim=-1)
             y = _divide(y, total)
         if state is not None:
@@ -127,17 +127,25 @@ class Linear(Mixer):
         before: Int[Tensor, "batch time"] | None,
         after: Int[Tensor, "batch time"] | None,
         initial: Float[Tensor, "batch heads feature_dim value_dim"] | None,
-    ) -> tuple[Float[Tensor, "batch heads time value_dim"], Float[Tensor, "batch heads feature_dim value_dim"]]:
+        context: Context,
+    ) -> tuple[Float[Tensor, "batch heads time value_dim"], Float[Tensor, "batch heads feature_dim value_dim"] | None]:
         """(sum_j (q_i . k_j) v_j over the keys j in sight of query i, last state)."""
-        y, last = self._past(q, k, v, before=before, initial=initial)
+        y, last = self._past(q, k, v, before, initial, context)
         if not self.causal:
             q, k, v = q.to(y.dtype), k.to(y.dtype), v.to(y.dtype)
-            future, _ = self._past(q.flip(2), k.flip(2), v.flip(2), before=None if after is None else after.flip(1))
+            future, _ = self._past(q.flip(2), k.flip(2), v.flip(2), None if after is None else after.flip(1), None, context)
             y = y + future.flip(2) - (q * k).sum(-1, keepdim=True) * v  # the token itself is in both
         return y, last
 
-    def _past(self, q: Tensor, k: Tensor, v: Tensor, **carried: Tensor | None) -> tuple[Tensor, Tensor]:
-        return running(DECAY, self.implementation, self.chunk)(q, k, v, **carried)
+    def _past(
+        self, q: Tensor, k: Tensor, v: Tensor, before: Tensor | None, initial: Tensor | None, context: Context
+    ) -> tuple[Tensor, Tensor | None]:
+        core = running(DECAY, self.implementation, self.chunk)
+        return carried(core, q, k, v, {}, context, before, initial, heads=self.heads)
+
+    def whole_rows(self) -> str | None:
+        """Why rows cannot be split; None: they can."""
+        return None if self.causal else "with causal=False it sums from both ends of a row"
 
     def init_parts(self, batch: int, **like: Any) -> dict[str, Tensor]:
         """Sums of 0, in fp32 or better whatever the model's dtype, and the convolution's taps."""

@@ -16,14 +16,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu, softplus
 
 from registry import variants
 from variants import implementations
 from variants.contract import Context, State, extent
-from variants.ops import mamba_kernels, reference, scan
+from variants.ops import mamba_kernels, passing, reference, scan
 from variants.recurrent.gated_deltanet import steps
 from variants.recurrent.state_space import StateSpace
 
@@ -95,18 +95,27 @@ class Mamba(StateSpace):
         step = softplus(step + self.dt_proj.bias.to(wide))
         if context.valid is not None:  # what lies in a pad writes nothing and forgets nothing
             step = step.masked_fill(~context.valid.unsqueeze(-1), 0)
-        y, last = self.core()(
-            channels,
-            step,
-            self.rates(wide),
-            self.b_layernorm(write),
-            self.c_layernorm(read),
-            before=None if context.segment_ids is None else before,
-            initial=None if state is None else state["scan"],
-            signed=self.negative,
-        )
+        timed = (channels, step, self.b_layernorm(write), self.c_layernorm(read))
+        starts = None if context.segment_ids is None else before
+        if context.split is None:
+            y, last = self.scan(*timed, before=starts, initial=None if state is None else state["scan"])
+        else:
+            y = passing.scan(self.scan, context.split.ring, *timed, before=starts)
         y = ((y + channels * self.D.to(wide)) * silu(z.to(wide))).to(x.dtype)
         return self.out_proj(y), parts if state is None else parts | {"scan": last}, {}
+
+    def scan(
+        self,
+        x: Float[Tensor, "batch time channels"],
+        step: Float[Tensor, "batch time channels"],
+        write: Float[Tensor, "batch time state"],
+        read: Float[Tensor, "batch time state"],
+        *,
+        before: Int[Tensor, "batch time"] | None,
+        initial: Float[Tensor, "batch channels state"] | None,
+    ) -> tuple[Float[Tensor, "batch time channels"], Float[Tensor, "batch channels state"]]:
+        """(y, last h) of the scan that runs."""
+        return self.core()(x, step, self.rates(step.dtype), write, read, before=before, initial=initial, signed=self.negative)
 
     def core(self) -> Callable[..., tuple[Tensor, Tensor]]:
         """The scan that runs; `numba` is imported only here."""

@@ -12,12 +12,11 @@ state_dim * head_dim a head.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from einops import rearrange
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 
@@ -26,7 +25,7 @@ from variants import implementations
 from variants.contract import Context, State, extent
 from variants.ops import mamba_kernels
 from variants.recurrent.gated_deltanet import steps
-from variants.recurrent.layer import DECAY, empty_matrix, heads_first, pairs, running
+from variants.recurrent.layer import DECAY, carried, empty_matrix, heads_first, pairs, running
 from variants.recurrent.state_space import StateSpace
 
 
@@ -101,16 +100,20 @@ class Mamba2(StateSpace):
         values, keys, queries = channels.split([self.heads * self.head_dim, shared, shared], dim=-1)
         values = rearrange(values, apart, heads=self.heads)
         keys, queries = (rearrange(part, apart, heads=self.groups) for part in (keys, queries))
-        told = {"before": None if context.segment_ids is None else before, "initial": None if state is None else state["matrix"]}
+        starts, initial = None if context.segment_ids is None else before, None if state is None else state["matrix"]
         wide = torch.promote_types(dt.dtype, torch.float32)
         step, rate = self.step_sizes(dt, context), self.rates(wide)
+        matrix: Tensor | None
         if self.implementation == "mamba_ssm":
-            y, matrix = mamba_kernels.state_space_duality(queries, keys, values, step, rate, chunk=self.chunk, **told)
+            y, matrix = mamba_kernels.state_space_duality(
+                queries, keys, values, step, rate, chunk=self.chunk, before=starts, initial=initial
+            )
         else:
-            y, matrix = self.recurrence(queries, keys, values * step.unsqueeze(-1), step * rate[:, None], told)
+            gates, written = {"log_decay": step * rate[:, None]}, values * step.unsqueeze(-1)
+            y, matrix = carried(self.recurrence, queries, keys, written, gates, context, starts, initial, heads=self.heads)
         y = y + values * self.D[:, None, None]
         y = self.norm(rearrange(y, "batch heads time width -> batch time (heads width)"), z)
-        if state is not None:
+        if state is not None and matrix is not None:
             parts |= {"matrix": matrix}
         return self.out_proj(y), parts, {}
 
@@ -126,18 +129,20 @@ class Mamba2(StateSpace):
         keys: Float[Tensor, "batch groups time state"],
         values: Float[Tensor, "batch heads time head_dim"],
         log_decay: Float[Tensor, "batch heads time"],
-        told: Mapping[str, Tensor | None],
+        *,
+        before: Int[Tensor, "batch time"] | None,
+        initial: Float[Tensor, "batch heads state head_dim"] | None,
     ) -> tuple[Float[Tensor, "batch heads time head_dim"], Float[Tensor, "batch heads state head_dim"]]:
         """(o, last state) of the decay core, for decays of either sign."""
         queries, keys = (part.repeat_interleave(self.heads // self.groups, 1) for part in (queries, keys))
         core = running(DECAY, self.implementation, self.chunk)
         if not self.negative:
-            return core(queries, keys, values, log_decay, **told)
+            return core(queries, keys, values, log_decay, before=before, initial=initial)
         decay = 2 * log_decay.exp() - 1
         # What has been flipped an odd number of times since a token was written is flipped where it is read.
         sign = torch.where(decay < 0, -1.0, 1.0).to(decay).cumprod(-1).unsqueeze(-1)
         size = decay.abs().clamp(min=torch.finfo(decay.dtype).tiny).log()
-        o, last = core(queries * sign, keys * sign, values, size, **told)
+        o, last = core(queries * sign, keys * sign, values, size, before=before, initial=initial)
         return o, last * sign[:, :, -1:]
 
     def init_parts(self, batch: int, **like: Any) -> dict[str, Tensor]:

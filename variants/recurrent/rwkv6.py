@@ -26,8 +26,8 @@ from variants import implementations
 from variants.cache import newest
 from variants.contract import Context, Mixer, State, extent
 from variants.ops.precision import without_autocast
-from variants.projections import convolved
-from variants.recurrent.layer import DECAY, empty_matrix, pairs, running
+from variants.projections import convolved, previous
+from variants.recurrent.layer import DECAY, carried, empty_matrix, pairs, running
 
 #: What is made of x, each by a mixture of its own.
 BRANCHES = ("w", "k", "v", "r", "g")
@@ -107,10 +107,7 @@ class RWKV6(Mixer):
         """Mix tokens with those before them, run the core, normalise, gate, project back."""
         before, _ = extent(x, context, state)
         past = x.new_zeros(x.shape[0], 1, self.dim) if state is None else state["shift"].to(x.dtype)
-        previous = torch.cat([past, x[:, :-1]], dim=1)
-        if before is not None:
-            previous = previous.masked_fill((before == 0).unsqueeze(-1), 0)
-        w, k, v, r, g = self.mixed(x, previous)
+        w, k, v, r, g = self.mixed(x, previous(x, past, context, before))
         channels, parts = torch.cat([self.receptance(r), self.key(k), self.value(v)], dim=-1), dict[str, Tensor]()
         if self.taps is not None:
             channels, parts = convolved(channels, self.taps, context, state, before)
@@ -122,19 +119,13 @@ class RWKV6(Mixer):
         if context.valid is not None:  # what lies in a pad writes nothing and forgets nothing
             k = k.masked_fill(~context.valid[:, None, :, None], 0)
             log_decay = log_decay.masked_fill(~context.valid[:, None, :, None], 0)
-        y, matrix = running(DECAY, self.implementation, self.chunk)(
-            r,
-            k,
-            v,
-            log_decay,
-            bonus=self.bonus,
-            before=None if context.segment_ids is None else before,
-            initial=None if state is None else state["matrix"],
-        )
+        core, starts = running(DECAY, self.implementation, self.chunk), None if context.segment_ids is None else before
+        gates, initial = {"log_decay": log_decay, "bonus": self.bonus}, None if state is None else state["matrix"]
+        y, matrix = carried(core, r, k, v, gates, context, starts, initial, heads=self.heads)
         y = nn.functional.layer_norm(y, (self.head_dim,), eps=EPS)
         y = torch.addcmul(self.norm_bias[:, None], y, self.norm_weight[:, None]).to(x.dtype)
         gated = rearrange(y, "batch heads time head_dim -> batch time (heads head_dim)") * silu(self.gate(g))
-        if state is not None:
+        if state is not None and matrix is not None:
             parts |= {"matrix": matrix, "shift": newest(torch.cat([past, x], dim=1), 1, context.valid)}
         return self.outward(gated), parts, {}
 
@@ -154,6 +145,10 @@ class RWKV6(Mixer):
         with without_autocast(x):
             logits = torch.tanh(x.to(wide) @ self.decay_down.to(wide)) @ self.decay_up.to(wide)
         return -torch.exp(self.decay.to(wide) + logits)
+
+    def whole_rows(self) -> str | None:
+        """Nothing: what a slice leaves of a state is passed on."""
+        return None
 
     def undecayed(self) -> Iterable[nn.Parameter]:
         """Mixtures, the bonus and the norm, which are no matrices."""

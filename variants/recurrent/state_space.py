@@ -42,10 +42,14 @@ class StateSpace(Mixer):
         """(x through the convolution and SiLU, the part `taps` of the new state)."""
         weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
         assert bias is not None
-        if self.implementation == "mamba_ssm" and state is None and context.segment_ids is None:
+        if self.implementation == "mamba_ssm" and state is None and context.segment_ids is None and context.split is None:
             return mamba_kernels.convolution(x, weight, bias), {}
         y, parts = convolved(x, weight, context, state, before)
         return silu(y + bias), parts
+
+    def whole_rows(self) -> str | None:
+        """Why rows cannot be split; None: they can."""
+        return "impl='mamba_ssm' begins rows at 0; set impl='torch'" if self.implementation == "mamba_ssm" else None
 
     def empty_taps(self, batch: int, **like: Any) -> Float[Tensor, "batch taps channels"]:
         """What the convolution has before the first token."""

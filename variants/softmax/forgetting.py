@@ -30,6 +30,7 @@ from variants.cache import newest
 from variants.contract import Context, NotApplicable, State
 from variants.ops.attention import Fade
 from variants.ops.precision import flushes_denormals, without_autocast
+from variants.projections import previous
 from variants.softmax.layer import Softmax
 
 
@@ -99,6 +100,8 @@ class Forgetting(Softmax):
         with without_autocast(x):
             logits = nn.functional.linear(x.to(wide), self.forget.weight.to(wide), self.forget.bias.to(wide))
         log_forget = nn.functional.logsigmoid(logits).double()
+        if context.split is not None:
+            return {"sums": context.split.ring.sums(log_forget)}
         # The last sum so far, if there is one, is one more term; so pieces give the very sums of the whole.
         terms = log_forget if state is None else torch.cat([state["sums"][:, -1:], log_forget], dim=1)
         return {"sums": terms.cumsum(1)[:, -x.shape[1] :]}
@@ -154,11 +157,12 @@ class TokenShift(nn.Module):
         """(keys, values, what the next call takes for the token before its first). Before a segment's first token lies 0."""
         new = torch.cat([k, v], dim=1).transpose(1, 2)
         past = new.new_zeros(new.shape[0], 1, *self.shape) if state is None else state["shift"]
-        previous = torch.cat([past.to(new.dtype), new[:, :-1]], dim=1)
-        if before is not None:
-            previous = previous.masked_fill((before == 0)[..., None, None], 0)
         share = torch.sigmoid(self.gates(x)).unsqueeze(-1)
-        mixed = rearrange(torch.lerp(new, previous, share), "batch time (two heads) width -> two batch heads time width", two=2)
+        mixed = rearrange(
+            torch.lerp(new, previous(new, past, context, before), share),
+            "batch time (two heads) width -> two batch heads time width",
+            two=2,
+        )
         return mixed[0], mixed[1], newest(torch.cat([past, new], dim=1), 1, context.valid)
 
     def init_parts(self, batch: int, **like: Any) -> dict[str, Tensor]:

@@ -28,6 +28,8 @@ from variants.cache import Slots
 from variants.contract import Context, Mixer, NotApplicable, State, extent
 from variants.ops import flash_attn, flex, fused, reference, softmax
 from variants.ops.attention import Bias, Output, Sight
+from variants.ops.ranks import Ring
+from variants.ops.ring import attention as ring_attention
 from variants.ops.tiling import FEWEST, window_tile
 from variants.projections import Projections
 from variants.softmax.parts import Relation, attend_in_parts, require_order
@@ -121,8 +123,7 @@ class Softmax(Mixer):
         k, v = slots["keys"].transpose(1, 2), slots["values"].transpose(1, 2)
         if self._turns_late:
             q, k = self.rotate(q, k, positions, slots["positions"])
-        sight, bias = self.sight(before, after, state is not None), self.bias(positions, slots)
-        y = self.attend(q, k, v, slots, sight=sight, bias=bias, sink=self.sink, **self.relation(context, slots, sight), **self.numbers)
+        y = self.attend(q, k, v, slots, **self.view(context, state, before, after, slots), sink=self.sink, **self.numbers)
         return self.projections.back(self.gated(y, x).to(x.dtype)), parts | remembered, {}
 
     def choose(self, impl: str) -> str:
@@ -172,6 +173,34 @@ class Softmax(Mixer):
             return y
         gate = rearrange(torch.sigmoid(self.gates(x)), "batch time (heads width) -> batch heads time width", heads=self.heads)
         return y * gate.to(y.dtype)
+
+    def view(
+        self,
+        context: Context,
+        state: State | None,
+        before: Int[Tensor, "batch time"] | None,
+        after: Int[Tensor, "batch time"] | None,
+        slots: dict[str, Tensor],
+    ) -> dict[str, Any]:
+        """What attention is told of who sees whom: of whole rows where they are split, and then with the ring that does it."""
+        if context.split is not None:
+            whole = context.split.whole
+            assert whole.positions is not None
+            sight = self.sight(*extent(whole.positions, whole, None, self.causal), False)
+            return {"sight": sight, "bias": self.bias(whole.positions, {"positions": whole.positions}), "ring": context.split.ring}
+        assert context.positions is not None
+        sight = self.sight(before, after, state is not None)
+        return {"sight": sight, "bias": self.bias(context.positions, slots), **self.relation(context, slots, sight)}
+
+    def whole_rows(self) -> str | None:
+        """Why rows cannot be split; None: they can."""
+        if self.dropout:
+            return f"attention over several processes drops no weights; set dropout=0 instead of {self.dropout}"
+        if not self.causal and (self.sinks or (self.projects and self.projections.short_conv)):
+            return "with causal=False neither sinks nor a short convolution reach into the slices of other processes"
+        if self._turns_late or self._relates:
+            return f"position {type(self.position).__name__} must see whole rows; choose another position"
+        return None
 
     def sight(self, before: Int[Tensor, "batch time"] | None, after: Int[Tensor, "batch time"] | None, cached: bool) -> Sight:
         """Which slots are seen. before, after: from `contract.extent`; cached: whether a state's slots stand before the new ones."""
@@ -250,8 +279,15 @@ class Softmax(Mixer):
         require_order(self.position, there, before, context.valid)
         return {"relation": Relation(self.position, here, there)}
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, *, relation: Relation | None = None, **told: Any) -> Tensor:
-        """The chosen implementation, (batch, heads, time, head_dim) each; under a scheme that relates, once for each range of keys."""
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, *, relation: Relation | None = None, ring: Ring | None = None, **told: Any
+    ) -> Tensor:
+        """The chosen implementation, (batch, heads, time, head_dim) each; under a scheme that relates, once for each range of keys.
+
+        Where rows are split over a ring, its own.
+        """
+        if ring is not None:
+            return ring_attention(q, k, v, ring, **told)
         if relation is None:
             return ATTENTION[self.implementation](q, k, v, **told)
         return attend_in_parts(ATTEND[self.implementation], relation, q, k, v, **told)

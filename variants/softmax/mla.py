@@ -119,11 +119,9 @@ class LatentAttention(Softmax):
             latents, rotary = cached.split(self.widths[1:], dim=-1)
             turning, rotary = self.turned(turning, rotary, positions, slots["positions"])
             cached = torch.cat([latents, rotary], dim=-1)
-        sight, bias = self.sight(before, after, state is not None), self.bias(positions, slots)
         expanded, absorbed = self.operations(x.shape[1], cached.shape[1])
         attend = self.expanded if expanded <= absorbed else self.absorbed
-        told = self.relation(context, slots, sight)
-        y = attend(q, turning, cached, sight=sight, bias=bias, sink=self.sink, **told, **self.numbers)
+        y = attend(q, turning, cached, **self.view(context, state, before, after, slots), sink=self.sink, **self.numbers)
         y = rearrange(self.gated(y, x), "batch heads time head_dim -> batch time (heads head_dim)")
         return self.outward(y.to(x.dtype)), remembered, {}
 
