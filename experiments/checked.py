@@ -20,7 +20,7 @@ AT_LEAST: dict[str, dict[str, float]] = {
     "model": {"dim": 1, "layers": 1, "heads": 1, "mlp_ratio": 0, "dropout": 0},
     "optimizer": {"lr": 0, "weight_decay": 0, "warmup_steps": 0, "final_lr_ratio": 0},
     "trainer": {
-        **{"steps": 0, "batch_size": 1, "clip_norm": 0},
+        **{"steps": 0, "batch_size": 1, "clip_norm": 0, "context_parallel": 1},
         **{"log_every": 1, "validate_every": 1, "validation_sequences": 1, "checkpoint_every": 1},
     },
     "evaluation": {"sequences": 1, "batch_tokens": 1},

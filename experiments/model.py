@@ -18,7 +18,9 @@ import registry
 from experiments import settings
 from experiments.tasks.contract import Evaluation, Task
 from registry import UserError
-from variants.contract import Context, Mixer, State, advance, default_positions, left_align
+from variants.context import split_rows
+from variants.contract import Context, Mixer, NotApplicable, State, advance, default_positions, left_align
+from variants.ops.ranks import Ranks, Ring
 
 __all__ = ["Decoder", "DecoderOutput", "DecoderState", "build", "mixer_specs"]
 
@@ -99,6 +101,8 @@ class Decoder(nn.Module):
         self.position = position
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(Block(mixer, dim, mlp_ratio, dropout) for mixer in mixers)
+        #: The processes that each row of a full pass is split over, if it is.
+        self.ranks: Ranks | None = None
         self.norm = nn.LayerNorm(dim)
         self.output = nn.Linear(dim, vocab_size, bias=False)
         if tie_embeddings:
@@ -118,8 +122,10 @@ class Decoder(nn.Module):
             tokens, context, order = left_align(tokens, context)
             tokens = tokens.masked_fill(~context.valid, 0)  # type: ignore[operator]  # a pad may be any number, also one without an embedding
         counters = None if state is None else state.counters
+        context = default_positions(tokens, context, counters)
+        if self.ranks is not None and state is None:
+            tokens, context = split_rows(tokens, context, self.ranks)
         x = self.embedding(tokens)
-        context = default_positions(x, context, counters)
         if self.position is not None:
             x = self.position.embed(x, context.positions)  # type: ignore[operator]
         x = self.dropout(x)
@@ -128,12 +134,28 @@ class Decoder(nn.Module):
             x, layer_state, seen = block(x, context, None if state is None else state.layers[index])
             layers.append(layer_state)
             aux.update({f"{name}/{index}": value for name, value in seen.items()})
+        if context.split is not None:
+            return DecoderOutput(self._joined(x, context.split.ring, order, scored), None, aux)
         if order is not None:
             x = x.gather(1, order.argsort(1).unsqueeze(-1).expand_as(x))
         logits = self.output(self.norm(x if scored is None else x[scored]))
         if state is not None:
             state = DecoderState(advance(state.counters, context, tokens.shape[1]), tuple(layers))
         return DecoderOutput(logits, state, aux)
+
+    def _joined(self, x: Tensor, ring: Ring, order: Tensor | None, scored: Tensor | None) -> Tensor:
+        """Logits of whole rows, in every process, where each has its part of the rows; order: where their tokens were before."""
+        marks = torch.ones(len(x), ring.time, dtype=torch.bool, device=x.device) if scored is None else scored
+        numbers = torch.arange(marks.numel(), device=x.device).view_as(marks)
+        if order is not None:
+            marks, numbers = marks.gather(1, order), numbers.gather(1, order)
+        parts = zip(ring.by_rank(x), ring.by_rank(ring.part(marks)), strict=True)
+        logits = ring.marked([self.output(self.norm(part[mark])) for part, mark in parts], marks, numbers)
+        return logits if scored is not None else logits.view(len(x), ring.time, -1)
+
+    def whole_rows(self) -> str | None:
+        """Why rows cannot be split over processes; None: they can."""
+        return next((reason for mixer in self.mixers() if (reason := mixer.whole_rows()) is not None), None)
 
     def init_state(self, batch: int) -> DecoderState:
         """An empty cache for `batch` rows."""
@@ -229,3 +251,15 @@ def require_positions(model: Decoder, task: Task, tests: Sequence[Evaluation]) -
         limit = getattr(scheme, "max_positions", None)
         if limit is not None and longest > limit:
             raise UserError(f"position.max_positions={limit} is too small for the longest sequence, of {longest} tokens")
+
+
+def require_parts(model: Decoder, task: Task, tests: Sequence[Evaluation], processes: int) -> None:
+    """Raises NotApplicable where rows cannot be split over so many processes, UserError where one is too short for it."""
+    if processes == 1:
+        return
+    reason = model.whole_rows()
+    if reason is not None:
+        raise NotApplicable(f"trainer.context_parallel={processes}: {reason}")
+    shortest = min(task.length, *(test.length for test in tests))
+    if shortest < 2 * processes:
+        raise UserError(f"trainer.context_parallel={processes} takes rows of {2 * processes} tokens or more; the shortest has {shortest}")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from experiments import settings
 from experiments.model import Decoder
+from experiments.parallel import average_gradients
 from experiments.tasks.contract import IGNORE, Examples, Task
 from variants.contract import Mixer
 
@@ -50,7 +51,8 @@ class TrainingModule(L.LightningModule):
         """Mean cross entropy over the scored tokens, plus the mixers' auxiliary losses."""
         tokens, targets = batch
         step = self.trainer.global_step
-        seed_step(step_seed(self.seed, step), self.device)
+        rank = 0 if self.model.ranks is None else self.model.ranks.held[0]
+        seed_step(step_seed(self.seed, step, rank), self.device)
         logits, answers, aux = self.scored(tokens, targets)
         loss = mean_loss(logits, answers)
         for name, value in aux.items():
@@ -67,6 +69,11 @@ class TrainingModule(L.LightningModule):
         scored = targets != IGNORE
         output = self.model(tokens, scored=scored)
         return output.logits, targets[scored], output.aux
+
+    def on_after_backward(self) -> None:
+        """Where rows are split over processes, put together what each has of the gradient."""
+        if self.model.ranks is not None:
+            average_gradients(self.model, self.model.ranks)
 
     def configure_optimizers(self) -> Any:
         """AdamW over two groups, with warm-up and cosine decay by step."""
@@ -101,9 +108,13 @@ def as_tensors(examples: Examples) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(examples.tokens), torch.from_numpy(examples.targets)
 
 
-def step_seed(seed: int, step: int) -> int:
-    """The seed of one step's random stream (dropout): a function of seed and step alone, so that resuming needs no RNG state."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{step}".encode(), digest_size=8).digest(), "little") >> 1
+def step_seed(seed: int, step: int, rank: int = 0) -> int:
+    """The seed of one step's random stream (dropout): a function of seed and step alone, so that resuming needs no RNG state.
+
+    rank: of the processes that share a row, each drops by numbers of its own.
+    """
+    name = f"{seed}/{step}/{rank}" if rank else f"{seed}/{step}"
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def seed_step(seed: int, device: torch.device) -> None:

@@ -56,6 +56,8 @@ class Trainer:
     precision: str = "fp32"
     #: cpu or cuda.
     device: str = "cpu"
+    #: Processes that each row is split over, on this machine; on cuda each takes a device of its own.
+    context_parallel: int = 1
     log_every: int = 10
     validate_every: int = 50
     validation_sequences: int = 256

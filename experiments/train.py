@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import platform
@@ -21,10 +22,10 @@ import torch
 import yaml
 
 import registry
-from experiments import evaluate, settings, start
+from experiments import evaluate, parallel, settings, start
 from experiments.callbacks import BEST, LAST, Checkpoints, Clock, Diverged, Progress, Record, Validate
 from experiments.checked import checked_task
-from experiments.model import Decoder, build, require_positions
+from experiments.model import Decoder, build, require_parts, require_positions
 from experiments.module import TrainingModule
 from experiments.runs.files import write_whole
 from experiments.runs.write import RunWriter
@@ -32,6 +33,7 @@ from experiments.tasks.contract import Task
 from registry import UserError
 from variants.contract import NotApplicable
 from variants.ops.precision import flushed_denormals
+from variants.ops.ranks import Ranks
 
 PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed"}
 
@@ -50,7 +52,8 @@ def run_job(config: dict[str, Any], on_progress: Progress = lambda step, total, 
             found = search_factors(config, task, run, on_progress)
             model = initialised({**config, "position": found["position"]}, task)
         try:
-            result, table = train_and_test(config, task, model, run, on_progress)
+            with parallel.processes(config) as model.ranks:
+                result, table = train_and_test(config, task, model, run, on_progress)
         except Diverged as diverged:
             run.diverged(str(diverged))
             raise
@@ -59,16 +62,30 @@ def run_job(config: dict[str, Any], on_progress: Progress = lambda step, total, 
     return result
 
 
+@flushed_denormals()
+def follow_job(config: dict[str, Any], ranks: Ranks) -> None:
+    """Take part in a run as one of the processes that share its rows, and keep no record of it."""
+    registry.load_plugins(config["plugins"])
+    task, model = prepare(config)
+    model.ranks = ranks
+    with contextlib.suppress(Diverged):
+        train_and_test(config, task, model, parallel.Follower(config), lambda step, total, text: None)
+
+
 def prepare(config: Mapping[str, Any]) -> tuple[Task, Decoder]:
     """The task, and the model as the run begins with it. Raises UserError for what cannot be built, trained or tested."""
     try:
         task, tests = checked_task(config)
     except NotApplicable as reason:
         raise UserError(str(reason)) from None
+    processes = config["trainer"]["context_parallel"]
     if config["trainer"]["device"] == "cuda" and not torch.cuda.is_available():
         raise UserError("trainer.device=cuda, but torch sees no GPU here; use trainer.device=cpu")
+    if config["trainer"]["device"] == "cuda" and torch.cuda.device_count() < processes:
+        raise UserError(f"trainer.context_parallel={processes} takes as many GPUs; torch sees {torch.cuda.device_count()}")
     model = initialised(config, task)
     require_positions(model, task, tests)
+    require_parts(model, task, tests, processes)
     if config["start"] is not None:
         start.gate(config, {})  # a gate that cannot be judged is said now
     return task, model
@@ -97,7 +114,7 @@ def search_factors(config: Mapping[str, Any], task: Task, run: RunWriter, on_pro
 
 
 def train_and_test(
-    config: Mapping[str, Any], task: Task, model: Decoder, run: RunWriter, on_progress: Progress
+    config: Mapping[str, Any], task: Task, model: Decoder, run: RunWriter | parallel.Follower, on_progress: Progress
 ) -> tuple[dict[str, Any], pa.Table]:
     """Fit, then score every test set; (result, evaluation table)."""
     chosen, evaluation = settings.Trainer(**config["trainer"]), settings.Evaluation(**config["evaluation"])
@@ -105,7 +122,10 @@ def train_and_test(
     clock = Clock()
     record = Record(run, clock, on_progress)
     validate = Validate(record, chosen, evaluation)
-    trainer = make_trainer(chosen, [clock, record, validate, Checkpoints(run.checkpoints, chosen.checkpoint_every, validate)])
+    callbacks: list[L.Callback] = [clock, record, validate]
+    if isinstance(run, RunWriter):
+        callbacks.append(Checkpoints(run.checkpoints, chosen.checkpoint_every, validate))
+    trainer = make_trainer(chosen, callbacks)
     last = run.checkpoints / LAST
     if last.exists():
         run.truncate(step_of(last))
@@ -160,7 +180,7 @@ def make_trainer(chosen: settings.Trainer, callbacks: list[L.Callback]) -> L.Tra
     return L.Trainer(
         max_steps=chosen.steps,
         accelerator={"cpu": "cpu", "cuda": "gpu"}[chosen.device],
-        devices=1,
+        devices=[torch.cuda.current_device()] if chosen.device == "cuda" else 1,
         precision=PRECISIONS[chosen.precision],  # type: ignore[arg-type]
         callbacks=callbacks,
         logger=False,

@@ -99,12 +99,14 @@ def _jobs(words: Sequence[str], overrides: Sequence[str]) -> list[Job]:
 
 def why_not(config: Mapping[str, Any], chosen: Sequence[str]) -> str:
     """Why this combination has no meaning ("" if it has one). Raises UserError where it is a mistake."""
-    from experiments.model import on_meta, require_positions
+    from experiments.model import on_meta, require_parts, require_positions
     from variants.contract import NotApplicable
 
     try:
         task, tests = checked_task(config)
-        require_positions(on_meta(config, task.vocab_size), task, tests)
+        model = on_meta(config, task.vocab_size)
+        require_positions(model, task, tests)
+        require_parts(model, task, tests, config["trainer"]["context_parallel"])
     except NotApplicable as reason:
         return str(reason)
     except (UserError, ValueError, TypeError) as error:

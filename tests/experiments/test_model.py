@@ -11,6 +11,7 @@ from experiments.config import resolve
 from experiments.model import Decoder, build, on_meta
 from registry import UserError
 from variants.contract import Context, NotApplicable
+from variants.ops.ranks import Simulated
 
 SMALL = ["model.dim=16", "model.heads=2", "model.layers=2", "variant=full", "variant.short_conv=3"]
 
@@ -136,3 +137,32 @@ def test_a_variant_that_differs_from_layer_to_layer_is_told_its_index():
 
     assert shares() == pytest.approx([0.8 - 0.6 * math.exp(-0.3 * layer) for layer in range(3)])
     assert shares("variant.layer=5") == pytest.approx([0.8 - 0.6 * math.exp(-1.5)] * 3)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[], ["position=learned"], ["model.pattern=[variant,gla]"], ["model.pattern=[mamba,variant]", "model.position_layers=[false,true]"]],
+)
+def test_rows_split_over_ranks_give_the_logits_and_gradients_of_whole_ones(words):
+    model, x = decoder(*words), tokens(3, 13)
+    scored = torch.rand(3, 13, generator=torch.Generator().manual_seed(2)) < 0.3
+    valid = torch.ones(3, 13, dtype=torch.bool)
+    valid[1, :4] = valid[2, 5:7] = False
+    for context, marks in ((None, None), (None, scored), (Context(valid=valid), scored & valid)):
+        results = []
+        for ranks in (None, Simulated(3)):
+            model.ranks = ranks
+            logits = model(x, context, scored=marks).logits
+            results.append((logits, torch.autograd.grad(logits.square().sum(), list(model.parameters()))))
+        (whole, expected), (split, found) = results
+        kept = valid if context is not None and marks is None else slice(None)
+        torch.testing.assert_close(split[kept], whole[kept])
+        for mine, right in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, right)
+
+
+def test_a_cache_is_of_whole_rows_also_in_a_model_whose_rows_are_split():
+    model, x = decoder(), tokens(2, 9)
+    whole = model(x).logits
+    model.ranks = Simulated(2)
+    torch.testing.assert_close(model(x, state=model.init_state(2)).logits, whole)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -171,6 +171,25 @@ class Ring:
         filled = [_longer(piece, longest) for piece in self.pieces(x, 1)]
         found = self.everywhere(filled, replicated=replicated)
         return torch.cat([piece[:, : self.span(n).stop - self.span(n).start] for n, piece in enumerate(found)], dim=1)
+
+    def marked(
+        self, parts: Sequence[Tensor], marks: Bool[Tensor, "batch time"], numbers: Int[Tensor, "batch time"]
+    ) -> Shaped[Tensor, "marked width"]:
+        """What all ranks have of the marked tokens of whole rows, in the order of their numbers.
+
+        parts: of each rank in this process, row by row. Every rank is to compute the same loss of it.
+        """
+        rows = {rank: torch.cat([torch.arange(self.time)[self.span(n)] for n in self.slices(rank)]) for rank in range(self.ranks.size)}
+        found = [numbers[:, of][marks[:, of]] for of in (index.to(marks.device) for index in rows.values())]
+        most = max(len(mine) for mine in found)
+        filled = [torch.cat([part, part.new_zeros(most - len(part), *part.shape[1:])]) for part in parts]
+        everyone = self.ranks.gather(filled, replicated=True)
+        together = torch.cat([part[: len(mine)] for part, mine in zip(everyone, found, strict=True)])
+        return together[torch.cat(found).argsort()]
+
+    def by_rank(self, x: Shaped[Tensor, "batch here *rest"]) -> tuple[Shaped[Tensor, "batch part *rest"], ...]:
+        """What each rank in this process has."""
+        return torch.split(x, [self.length(rank) for rank in self.ranks.held], dim=1)
 
     def ahead(self, x: Shaped[Tensor, "batch here *rest"], count: int) -> list[Shaped[Tensor, "batch count *rest"]]:
         """For each slice in this process the `count` tokens that come before it in the row, 0 where there are none. Differentiable."""

@@ -127,7 +127,7 @@ class Linear(Mixer):
         before: Int[Tensor, "batch time"] | None,
         after: Int[Tensor, "batch time"] | None,
         initial: Float[Tensor, "batch heads feature_dim value_dim"] | None,
-        context: Context,
+        context: Context | None = None,
     ) -> tuple[Float[Tensor, "batch heads time value_dim"], Float[Tensor, "batch heads feature_dim value_dim"] | None]:
         """(sum_j (q_i . k_j) v_j over the keys j in sight of query i, last state)."""
         y, last = self._past(q, k, v, before, initial, context)
@@ -138,10 +138,10 @@ class Linear(Mixer):
         return y, last
 
     def _past(
-        self, q: Tensor, k: Tensor, v: Tensor, before: Tensor | None, initial: Tensor | None, context: Context
+        self, q: Tensor, k: Tensor, v: Tensor, before: Tensor | None, initial: Tensor | None, context: Context | None
     ) -> tuple[Tensor, Tensor | None]:
         core = running(DECAY, self.implementation, self.chunk)
-        return carried(core, q, k, v, {}, context, before, initial, heads=self.heads)
+        return carried(core, q, k, v, {}, context or Context(), before, initial, heads=self.heads)
 
     def whole_rows(self) -> str | None:
         """Why rows cannot be split; None: they can."""
