@@ -17,9 +17,8 @@ import lightning as L
 from experiments import settings
 from experiments.evaluate import score
 from experiments.module import TrainingModule
-from experiments.parallel import Follower
 from experiments.runs.files import publish, writing
-from experiments.runs.write import LAST, RunWriter
+from experiments.runs.write import LAST, RunWriter, Unrecorded
 from experiments.tasks.contract import Evaluation
 
 Progress = Callable[[int, int, str], None]
@@ -62,7 +61,7 @@ class Clock(L.Callback):
 class Record(L.Callback):
     """Writes training metrics to the run record, tells the progress bar, and stops a run that diverged."""
 
-    def __init__(self, run: RunWriter | Follower, clock: Clock, on_progress: Progress):
+    def __init__(self, run: RunWriter | Unrecorded, clock: Clock, on_progress: Progress):
         self.run, self.clock, self.on_progress = run, clock, on_progress
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -205,6 +205,7 @@ def bench(
     head_dim: Annotated[int, typer.Option(help="Width of a head at core level.")] = 64,
     dim: Annotated[int, typer.Option(help="Width of a layer.")] = 256,
     window: Annotated[int, typer.Option(help="Tokens in sight of the group window, at core level.")] = 256,
+    processes: Annotated[int, typer.Option(help="Layers again in so many processes that share each row, each with --threads.")] = 1,
     repeats: Annotated[int | None, typer.Option(help="Timed rounds (default: 7, at core and layer level 3 where they are long).")] = None,
     threads: Annotated[int, typer.Option(help="Threads of torch.")] = 2,
     plugin: Plugins = None,
@@ -214,7 +215,7 @@ def bench(
     from experiments.bench import run
 
     registry.load_plugins(plugin or [])
-    sizes = {"batch": batch, "heads": heads, "head_dim": head_dim, "dim": dim, "window": window}
+    sizes = {"batch": batch, "heads": heads, "head_dim": head_dim, "dim": dim, "window": window, "processes": processes}
     run.bench(
         level,
         only=only or [],

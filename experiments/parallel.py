@@ -1,8 +1,8 @@
-"""A run whose rows are split over processes of this machine: the run's own, which keeps the record, and others that follow it.
+"""Processes of this machine that share rows: the caller's own, and others that follow it.
 
-All of them build the same model, see the same batches and take the same steps. Each has its part of every row (`variants.ops.ranks`); they
-exchange what crosses from one part to another, the logits of scored tokens, and gradients. So losses, and what is decided by them, are the
-same everywhere, bitwise. A follower ends when the run does, however that went.
+Each has its part of every row (`variants.ops.ranks`). In a run all of them build the same model, see the same batches and take the same
+steps; they exchange what crosses from one part to another, the logits of scored tokens, and gradients. So losses, and what is decided by
+them, are the same everywhere, bitwise, and only the first keeps a record. A follower ends when the caller does, however that went.
 """
 
 from __future__ import annotations
@@ -16,50 +16,36 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import IO, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from experiments.runs.identity import run_id
+from experiments.sweep.executors import load
 from variants.ops.ranks import Processes, Ranks
 
-#: How long followers may take to come to their own end once the run has.
+#: How long followers may take to come to their own end once the caller has.
 GRACE_SECONDS = 20.0
 HOST = "127.0.0.1"
 
 
-class Follower:
-    """Stands for the record of a run in a process that keeps none."""
-
-    def __init__(self, config: Mapping[str, Any]):
-        self.directory = Path(config["runs_dir"]) / config["study"] / run_id(config)
-        self.checkpoints = self.directory / "checkpoints"
-
-    def log(self, **row: Any) -> None:
-        """Nothing: the run's own process writes it."""
-
-    def truncate(self, step: int) -> None:
-        """Nothing, likewise."""
-
-
 @contextlib.contextmanager
-def processes(config: Mapping[str, Any]) -> Iterator[Ranks | None]:
-    """The ranks that share each row of this run, the first of them here; None where it has all rows to itself.
+def processes(size: int, target: str, told: Any, *, device: str = "cpu") -> Iterator[Ranks | None]:
+    """The ranks that share each row, the first of them here; None for a `size` of 1, where one has all of them to itself.
 
-    Raises RuntimeError, saying what its last words were, where a follower ended before the run.
+    target: "module:function", which the others call with (told, ranks). told: what JSON can hold. device: its type; on cuda each process
+    has one of its own. Raises RuntimeError, with its last words, where one ended before the caller.
     """
-    size = config["trainer"]["context_parallel"]
     if size == 1:
         yield None
         return
     store = dist.TCPStore(HOST, 0, size, is_master=True, wait_for_workers=False)
     with contextlib.ExitStack() as stack:
-        followers = [stack.enter_context(_follower(config, rank, store.port)) for rank in range(1, size)]
+        common = {"target": target, "told": told, "size": size, "device": device, "port": store.port, "threads": torch.get_num_threads()}
+        followers = [stack.enter_context(_follower({**common, "rank": rank})) for rank in range(1, size)]
         try:
-            with _joined(config, 0, store) as ranks:
+            with _joined(0, size, device, store) as ranks:
                 yield ranks
             for process, _ in followers:
                 process.wait(GRACE_SECONDS)
@@ -88,12 +74,11 @@ def average_gradients(model: nn.Module, ranks: Ranks) -> None:
 
 
 @contextlib.contextmanager
-def _joined(config: Mapping[str, Any], rank: int, store: dist.Store) -> Iterator[Ranks]:
-    """A member of the group, on a device of its own where there are several."""
-    on_cuda = config["trainer"]["device"] == "cuda"
-    if on_cuda:
+def _joined(rank: int, size: int, device: str, store: dist.Store) -> Iterator[Ranks]:
+    """A member of the group."""
+    if device == "cuda":
         torch.cuda.set_device(rank)
-    dist.init_process_group("nccl" if on_cuda else "gloo", store=store, rank=rank, world_size=config["trainer"]["context_parallel"])
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=size)
     try:
         yield Processes()
     finally:
@@ -101,7 +86,7 @@ def _joined(config: Mapping[str, Any], rank: int, store: dist.Store) -> Iterator
 
 
 @contextlib.contextmanager
-def _follower(config: Mapping[str, Any], rank: int, port: int) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
+def _follower(told: Mapping[str, Any]) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
     """A process that follows, and the file in which its words are; it reads what to do from a pipe, and ends when that is closed."""
     path = os.pathsep.join(sys.path)  # the same modules, wherever they come from
     with tempfile.TemporaryFile("w+") as said:
@@ -113,9 +98,8 @@ def _follower(config: Mapping[str, Any], rank: int, port: int) -> Iterator[tuple
             text=True,
             env={**os.environ, "PYTHONPATH": path},
         )
+        assert process.stdin is not None
         try:
-            assert process.stdin is not None
-            told = {"config": config, "rank": rank, "port": port, "threads": torch.get_num_threads()}
             process.stdin.write(json.dumps(told) + "\n")
             process.stdin.flush()
             yield process, said
@@ -123,22 +107,21 @@ def _follower(config: Mapping[str, Any], rank: int, port: int) -> Iterator[tuple
             process.kill()
             process.wait()
             with contextlib.suppress(BrokenPipeError):
-                process.stdin.close()  # type: ignore[union-attr]
+                process.stdin.close()
 
 
 def _follow() -> None:
     """A follower's life."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of the terminal; the run's own answers it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of the terminal; the caller answers it
     told = json.loads(sys.stdin.readline())
-    threading.Thread(target=_end_with_run, name="attnlab run watch", daemon=True).start()
+    threading.Thread(target=_end_with_caller, name="attnlab caller watch", daemon=True).start()
     torch.set_num_threads(told["threads"])
-    from experiments import train
+    store = dist.TCPStore(HOST, told["port"], is_master=False)
+    with _joined(told["rank"], told["size"], told["device"], store) as ranks:
+        load(told["target"])(told["told"], ranks)
 
-    with _joined(told["config"], told["rank"], dist.TCPStore(HOST, told["port"], is_master=False)) as ranks:
-        train.follow_job(told["config"], ranks)
 
-
-def _end_with_run() -> None:
+def _end_with_caller() -> None:
     sys.stdin.read()
     os._exit(1)
 

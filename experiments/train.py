@@ -28,13 +28,15 @@ from experiments.checked import checked_task
 from experiments.model import Decoder, build, require_parts, require_positions
 from experiments.module import TrainingModule
 from experiments.runs.files import write_whole
-from experiments.runs.write import RunWriter
+from experiments.runs.write import RunWriter, Unrecorded
 from experiments.tasks.contract import Task
 from registry import UserError
 from variants.contract import NotApplicable
 from variants.ops.precision import flushed_denormals
 from variants.ops.ranks import Ranks
 
+#: What the other processes do where several share each row.
+FOLLOW = "experiments.train:follow_job"
 PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed"}
 
 
@@ -52,7 +54,8 @@ def run_job(config: dict[str, Any], on_progress: Progress = lambda step, total, 
             found = search_factors(config, task, run, on_progress)
             model = initialised({**config, "position": found["position"]}, task)
         try:
-            with parallel.processes(config) as model.ranks:
+            chosen = config["trainer"]
+            with parallel.processes(chosen["context_parallel"], FOLLOW, config, device=chosen["device"]) as model.ranks:
                 result, table = train_and_test(config, task, model, run, on_progress)
         except Diverged as diverged:
             run.diverged(str(diverged))
@@ -69,7 +72,7 @@ def follow_job(config: dict[str, Any], ranks: Ranks) -> None:
     task, model = prepare(config)
     model.ranks = ranks
     with contextlib.suppress(Diverged):
-        train_and_test(config, task, model, parallel.Follower(config), lambda step, total, text: None)
+        train_and_test(config, task, model, Unrecorded(config), lambda step, total, text: None)
 
 
 def prepare(config: Mapping[str, Any]) -> tuple[Task, Decoder]:
@@ -114,7 +117,7 @@ def search_factors(config: Mapping[str, Any], task: Task, run: RunWriter, on_pro
 
 
 def train_and_test(
-    config: Mapping[str, Any], task: Task, model: Decoder, run: RunWriter | parallel.Follower, on_progress: Progress
+    config: Mapping[str, Any], task: Task, model: Decoder, run: RunWriter | Unrecorded, on_progress: Progress
 ) -> tuple[dict[str, Any], pa.Table]:
     """Fit, then score every test set; (result, evaluation table)."""
     chosen, evaluation = settings.Trainer(**config["trainer"]), settings.Evaluation(**config["evaluation"])

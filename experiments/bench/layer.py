@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from experiments.bench import peers
+from experiments.bench import peers, shared
 from experiments.bench.candidate import Candidate, Group, Notes, Point, Timing, measure
 from experiments.bench.sizes import Sizes
 from experiments.words import plain_options
@@ -44,9 +44,11 @@ def run(
 ) -> Iterator[Timing | Point]:
     """Every length in turn, all variants interleaved."""
     mixers = build(only or variants.names(), sizes, notes)
-    passes = [mode for mode in modes if mode != "decode"]
+    passes, at = [mode for mode in modes if mode != "decode"], sorted(lengths or LENGTHS)
     if passes:
-        yield from over(sorted(lengths or LENGTHS), "layer", sequence, mixers, sizes, passes, repeats, notes)
+        with shared.layers([*mixers], sizes) as split:
+            make = partial(sequence, split=split)
+            yield from over(at, "layer", make, mixers, sizes, passes, repeats, notes)
     if "decode" in modes:
         yield from over(sorted(lengths or CACHED), "decode", decoding, mixers, sizes, ["decode"], repeats, notes)
 
@@ -101,8 +103,13 @@ def build(asked: Sequence[str], sizes: Sizes, notes: Notes) -> dict[str, Built]:
     return built
 
 
-def sequence(name: str, built: Built, sizes: Sizes, length: int, verified: bool) -> Iterator[Candidate]:
-    """A full pass of ours and of the public layers, verified against the variant's reference implementation where it has one."""
+def sequence(
+    name: str, built: Built, sizes: Sizes, length: int, verified: bool, *, split: shared.Layers | None = None
+) -> Iterator[Candidate]:
+    """A full pass of ours and of the public layers, verified against the variant's reference implementation where it has one.
+
+    split: the same layers where several processes share each row.
+    """
     mixer, right, public, apart = built
     x = inputs(sizes, length).requires_grad_()
     parameters = dict(mixer.named_parameters())
@@ -113,6 +120,10 @@ def sequence(name: str, built: Built, sizes: Sizes, length: int, verified: bool)
     flops = sizes.batch * mixer.flops(length)
     state_bytes = sizes.batch * mixer.state_elements(length) * x.element_size()
     yield Candidate(name, lambda: mixer(x).y, oracle, leaves, flops=flops, state_bytes=state_bytes)
+    if split is not None and mixer.whole_rows() is None:
+        split.require(length)
+        label = f"{name} ({sizes.processes} processes)"
+        yield Candidate(label, partial(split, name, mixer, x), oracle, leaves, flops=flops, state_bytes=state_bytes)
     for label, theirs in public.items():
         call = lambda theirs=theirs: functional_call(theirs, parameters, x)  # noqa: E731
         yield Candidate(label, call, oracle, leaves, flops=flops, peer=True)

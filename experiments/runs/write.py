@@ -196,6 +196,19 @@ class RunWriter:
         raise Terminated("asked to end (SIGTERM)")
 
 
+class Unrecorded:
+    """Stands for the record of a run in a process that takes part in it and keeps none."""
+
+    def __init__(self, config: Mapping[str, Any]):
+        self.checkpoints = Path(config["runs_dir"]) / config["study"] / run_id(config) / "checkpoints"
+
+    def log(self, **row: Any) -> None:
+        """Nothing: another process writes it."""
+
+    def truncate(self, step: int) -> None:
+        """Nothing, likewise."""
+
+
 def mark(directory: Path, status: State, reason: str) -> None:
     """Note what became of a run whose process could not say so itself. Raises AlreadyFinished, AlreadyClaimed or CannotWrite."""
     with writing(directory):

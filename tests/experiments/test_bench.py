@@ -331,3 +331,11 @@ def test_the_first_call_is_not_timed():
     calls = []
     assert median_seconds(lambda: calls.append(1), repeats=3) >= 0
     assert len(calls) == 4
+
+
+def test_layers_whose_rows_two_processes_share_stand_beside_those_of_one_and_are_verified():
+    told = document("--level", "layer", "--only", "full,gla,moba", "--processes", "2", "--lengths", "65", "--mode", "train", *WORDS)
+    names = ["full", "full (2 processes)", "gla", "gla (2 processes)", "moba"]  # what were wrong would not be timed
+    assert [row["candidate"] for row in told["rows"]] == names
+    said = bench("--level", "layer", "--only", "full", "--processes", "3", "--lengths", "5", "--mode", "forward", *WORDS).stderr
+    assert "give 6 tokens or more" in said

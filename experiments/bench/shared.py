@@ -1,0 +1,128 @@
+"""Layers whose rows are split over processes: every call here is a call in all of them, on what each has of the rows."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from experiments import parallel
+from experiments.bench.candidate import output_gradient
+from experiments.bench.sizes import Sizes
+from variants.context import split_rows
+from variants.contract import Context, default_positions
+from variants.ops.precision import flushed_denormals
+from variants.ops.ranks import Ranks, Ring
+
+#: What the first process tells the others to do: a pass, a pass to be differentiated, its backward pass, to end.
+FORWARD, TRAIN, BACKWARD, END = range(4)
+
+
+@contextlib.contextmanager
+def layers(labels: Sequence[str], sizes: Sizes) -> Iterator[Layers | None]:
+    """These layers in `sizes.processes` processes; None for 1."""
+    told = {"labels": list(labels), "sizes": asdict(sizes)}
+    with parallel.processes(sizes.processes, "experiments.bench.shared:follow", told) as ranks:
+        if ranks is None:
+            yield None
+            return
+        yield Layers(labels, ranks)
+        _tell(END)
+
+
+class Layers:
+    """Calls of layers, in the first process, which has the whole input and gets the whole output."""
+
+    def __init__(self, labels: Sequence[str], ranks: Ranks):
+        self.labels, self.ranks = list(labels), ranks
+
+    def require(self, length: int) -> None:
+        """Raises ValueError for rows too short to be split."""
+        Ring(self.ranks, length)
+
+    def __call__(self, label: str, mixer: Any, x: Tensor) -> Tensor:
+        """y, for an x that is `layer.inputs` and a gradient of y that is `candidate.output_gradient`."""
+        parameters = [p for p in mixer.parameters() if p.requires_grad]
+        y: Tensor = _Shared.apply(self, self.labels.index(label), mixer, x, *parameters)
+        return y
+
+
+class _Shared(torch.autograd.Function):
+    """A layer's pass and its backward pass in all processes."""
+
+    @staticmethod
+    def forward(ctx: Any, layers: Layers, number: int, mixer: Any, x: Tensor, *parameters: Tensor) -> Tensor:
+        training = any(ctx.needs_input_grad)
+        _tell(TRAIN if training else FORWARD, number, x.shape[1])
+        ctx.part = _Part(mixer, x, layers.ranks, training)
+        ctx.training = training
+        return ctx.part.output()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        _tell(BACKWARD)
+        return None, None, None, *ctx.part.gradients()
+
+
+class _Part:
+    """One pass over what this process has of the rows."""
+
+    def __init__(self, mixer: Any, x: Tensor, ranks: Ranks, training: bool):
+        self.mixer, self.shape = mixer, x.shape
+        part, told = split_rows(x.detach(), default_positions(x, Context(), None), ranks)
+        assert told.split is not None
+        self.ring, self.x = told.split.ring, part.requires_grad_(training)
+        with torch.set_grad_enabled(training):
+            self.y = mixer(self.x, told).y
+
+    def output(self) -> Tensor:
+        """Whole rows."""
+        return self.ring.whole(self.y.detach())
+
+    def gradients(self) -> tuple[Tensor, ...]:
+        """By x, whole, and by each parameter."""
+        parameters = [p for p in self.mixer.parameters() if p.requires_grad]
+        by_x, *found = torch.autograd.grad(
+            self.y, [self.x, *parameters], self.ring.part(output_gradient(self.shape)), materialize_grads=True
+        )
+        together = torch.cat([grad.flatten() for grad in found])
+        dist.all_reduce(together)
+        found = [grad.view_as(p) for grad, p in zip(together.split([p.numel() for p in parameters]), parameters, strict=True)]
+        return self.ring.whole(by_x), *found
+
+
+def follow(told: dict[str, Any], ranks: Ranks) -> None:
+    """Do what the first process says until it says that this is all."""
+    from experiments.bench import layer
+    from experiments.bench.candidate import Notes
+
+    sizes, labels = Sizes(**told["sizes"]), told["labels"]
+    mixers = [layer.build([label], sizes, Notes())[label].mixer for label in labels]
+    part: _Part | None = None
+    with flushed_denormals():
+        while True:
+            what, number, length = _heard()
+            if what == END:
+                return
+            if what == BACKWARD:
+                assert part is not None
+                part.gradients()
+                part = None
+            else:
+                part = _Part(mixers[number], layer.inputs(sizes, length), ranks, what == TRAIN)
+                part.output()
+
+
+def _tell(what: int, number: int = 0, length: int = 0) -> None:
+    dist.broadcast(torch.tensor([what, number, length]), src=0)
+
+
+def _heard() -> list[int]:
+    words = torch.zeros(3, dtype=torch.long)
+    dist.broadcast(words, src=0)
+    return [int(word) for word in words]
