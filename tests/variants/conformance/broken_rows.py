@@ -140,3 +140,31 @@ class SegmentsRefused(Mean):
         if context.segment_ids is not None:
             raise ValueError("segments are not supported")
         return super().mix(x, context, state)
+
+
+class SplitHonoured(Mean):
+    """Not broken: puts rows that are split together, and gives back its part of what comes out."""
+
+    def whole_rows(self):
+        return None
+
+    def mix(self, x, context, state):
+        if context.split is None:
+            return super().mix(x, context, state)
+        y, parts, aux = super().mix(context.split.ring.whole(x), context.split.whole, state)
+        return context.split.ring.part(y), parts, aux
+
+
+class SplitIgnored(Mean):
+    """Takes its part of the rows for all of them."""
+
+    def whole_rows(self):
+        return None
+
+
+class GradientDoubledWhenSplit(SplitHonoured):
+    """The right outputs of rows that are split, with twice the gradient."""
+
+    def mix(self, x, context, state):
+        y, parts, aux = super().mix(x, context, state)
+        return (y if context.split is None else 2 * y - y.detach()), parts, aux

@@ -8,7 +8,7 @@ import pytest
 
 from registry import positions, variants
 from tests.variants.conformance import broken, broken_rows, test_gradients, test_scaling, toys
-from variants.conformance import basics, caching, causality, declared, rows
+from variants.conformance import basics, caching, causality, declared, rows, splitting
 from variants.conformance.checks import PROPERTIES, sentence
 from variants.conformance.run import check, judge, subjects_of
 
@@ -124,6 +124,12 @@ BROKEN = [
         rows.packed_segments_equal_separate_runs,
         "packed segments in pieces .* differ from the full pass",
     ),
+    (broken_rows.SplitIgnored, splitting.rows_split_over_processes_give_those_of_one, "17 tokens over 2 ranks differ from one: output"),
+    (
+        broken_rows.GradientDoubledWhenSplit,
+        splitting.rows_split_over_processes_give_those_of_one,
+        "17 tokens over 2 ranks: the gradient of .* differs",
+    ),
     (broken.StateUnderstated, declared.the_state_has_the_declared_size, r"after 1 tokens .* 17 elements; state_elements\(1\) says 16"),
     (
         broken.DenominatorLost,
@@ -161,8 +167,15 @@ def test_a_mixer_that_satisfies_the_contract_passes_every_property(mixer, option
         positions.register("ramp")(toys.Ramp)
         outcomes = {outcome.property: outcome for outcome in check("toy", options=options, fast=True)}
     others = {name: outcome for name, outcome in outcomes.items() if outcome.status != "passed"}
-    expected = {"implementations agree", "the chunk size changes nothing"}
+    expected = {"implementations agree", "the chunk size changes nothing", "rows split over processes give those of one"}
     expected |= {"constant values come out unchanged"} if options else {"positions are those given and otherwise counted"}
     expected |= {"no output reaches further back than declared"} if mixer is toys.Mean else set()
     assert set(others) == expected, others
     assert {outcome.status for outcome in others.values()} == {"not applicable"}
+
+
+def test_a_mixer_that_honours_a_split_passes():
+    with variants.scope():
+        variants.register("toy")(broken_rows.SplitHonoured)
+        outcome = judge(splitting.rows_split_over_processes_give_those_of_one, subjects_of("toy", {}))
+    assert outcome.status == "passed", outcome.detail
