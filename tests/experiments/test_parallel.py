@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -47,8 +48,13 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 def children(process: subprocess.Popen[str]) -> list[int]:
     """Process ids of its followers."""
-    found = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(process.pid)], capture_output=True, text=True, check=False).stdout
-    return [int(line.split()[0]) for line in found.splitlines() if "experiments.parallel" in line]
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == process.pid and b"experiments.parallel" in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+    return found
 
 
 def wait_for(condition, seconds: float = 90.0) -> Any:
