@@ -15,7 +15,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any
 
 import torch
@@ -27,6 +28,8 @@ from variants.ops.ranks import Processes, Ranks
 
 #: How long followers may take to come to their own end once the caller has.
 GRACE_SECONDS = 20.0
+#: How long one that has failed may take to be gone.
+LAST_SECONDS = 2.0
 HOST = "127.0.0.1"
 
 
@@ -45,17 +48,44 @@ def processes(size: int, target: str, told: Any, *, device: str = "cpu") -> Iter
         common = {"target": target, "told": told, "size": size, "device": device, "port": store.port, "threads": torch.get_num_threads()}
         followers = [stack.enter_context(_follower({**common, "rank": rank})) for rank in range(1, size)]
         try:
+            _await(store, followers)
             with _joined(0, size, device, store) as ranks:
                 yield ranks
             for process, _ in followers:
                 process.wait(GRACE_SECONDS)
-        except Exception as error:
-            for rank, (process, said) in enumerate(followers, start=1):
-                if process.poll():
-                    said.seek(0)
-                    last = (said.read().strip().splitlines() or [f"exit code {process.returncode}"])[-1]
-                    raise RuntimeError(f"process {rank} of the {size} that share each row has ended: {last}") from error
-            raise
+        except RuntimeError as error:  # of an exchange, if somebody is gone
+            reason = _first_to_end(followers)
+            if reason is None:
+                raise
+            raise RuntimeError(f"of the {size} processes that share each row {reason}") from error
+
+
+def _await(store: dist.Store, followers: Sequence[tuple[subprocess.Popen[str], IO[str]]]) -> None:
+    """Wait until all are there. Raises RuntimeError where one has ended before: to join without it would take half an hour to fail."""
+    for rank, (process, _) in enumerate(followers, start=1):
+        while not store.check([_there(rank)]):
+            if process.poll() is not None:
+                raise RuntimeError("a process did not start")
+            time.sleep(0.02)
+
+
+def _there(rank: int) -> str:
+    return f"there/{rank}"
+
+
+def _first_to_end(followers: Sequence[tuple[subprocess.Popen[str], IO[str]]]) -> str | None:
+    """Which follower has ended and how; None if all go on. One that was killed comes first: the others' words are of its absence."""
+    for process, _ in followers:
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the system may take a moment to let it go
+            process.wait(LAST_SECONDS)
+    for rank, (process, said) in sorted(enumerate(followers, start=1), key=lambda item: item[1][0].poll() or 0):
+        if process.returncode:
+            said.seek(0)
+            words = said.read().strip().splitlines()
+            if process.returncode < 0:
+                return f"number {rank} was ended by {signal.Signals(-process.returncode).name}"
+            return f"number {rank} ended: {words[-1] if words else f'exit code {process.returncode}'}"
+    return None
 
 
 def average_gradients(model: nn.Module, ranks: Ranks) -> None:
@@ -117,8 +147,10 @@ def _follow() -> None:
     threading.Thread(target=_end_with_caller, name="attnlab caller watch", daemon=True).start()
     torch.set_num_threads(told["threads"])
     store = dist.TCPStore(HOST, told["port"], is_master=False)
+    target = load(told["target"])
+    store.set(_there(told["rank"]), "")
     with _joined(told["rank"], told["size"], told["device"], store) as ranks:
-        load(told["target"])(told["told"], ranks)
+        target(told["told"], ranks)
 
 
 def _end_with_caller() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from experiments import parallel
 from experiments.config import resolve
 from experiments.runs.identity import run_id
 from experiments.runs.write import LAST, status_of
@@ -108,7 +109,10 @@ def test_a_process_that_dies_fails_the_run_and_the_run_takes_its_processes_with_
     (follower,) = children(process)
     os.kill(follower, signal.SIGKILL)
     assert process.wait(60) == 1
-    assert status_of(run).status == "failed" and "process 1 of the 2 that share each row has ended" in status_of(run).reason
+    assert (
+        status_of(run).status == "failed"
+        and "of the 2 processes that share each row number 1 was ended by SIGKILL" in status_of(run).reason
+    )
 
     process = start(tmp_path, *endless)
     (follower,) = wait_for(lambda: children(process))
@@ -129,3 +133,9 @@ def test_what_cannot_be_split_is_refused_before_anything_is_trained(tmp_path):
     with pytest.raises(UserError, match=r"trainer.context_parallel must be at least 1; got 0"):
         expand(words(tmp_path, "trainer.context_parallel=0"))
     assert run_id(resolve(words(tmp_path, "trainer.context_parallel=2"))) != run_id(resolve(words(tmp_path)))
+
+
+def test_a_process_that_does_not_start_is_named_at_once():
+    said = "of the 2 processes that share each row number 1 ended: ModuleNotFoundError: .*no_such_module"
+    with pytest.raises(RuntimeError, match=said), parallel.processes(2, "no_such_module:follow", {}):
+        pytest.fail("there is nobody to share with")
