@@ -179,6 +179,10 @@ class Decoder(nn.Module):
         """Floating-point numbers in the cache of one sequence after `time` tokens."""
         return sum(mixer.state_elements(time) for mixer in self.mixers())
 
+    def read_elements(self, time: int) -> int:
+        """Floating-point numbers of that cache that the next token reads."""
+        return sum(mixer.read_elements(time) for mixer in self.mixers())
+
     def reach(self) -> int | None:
         """How many tokens back an output can depend on its input; None: all of them."""
         reaches = [mixer.reach() for mixer in self.mixers()]

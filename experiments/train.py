@@ -205,7 +205,7 @@ def fit(trainer: L.Trainer, module: TrainingModule, checkpoint: Path | None) -> 
 
 
 def costs(model: Decoder, task: Task, module: TrainingModule, seconds: float, lengths: list[int]) -> dict[str, Any]:
-    """What the run cost. FLOPs are forward and backward (three times forward); state bytes are for one sequence in fp32."""
+    """What the run cost. FLOPs are forward and backward (three times forward); bytes are of one sequence in fp32."""
     parameters = {id(p): p.numel() for p in model.parameters()}
     embedding = {id(p): p.numel() for p in (model.embedding.weight, model.output.weight)}
     examples = task.batch("train", task.length, 0, 1)
@@ -216,6 +216,7 @@ def costs(model: Decoder, task: Task, module: TrainingModule, seconds: float, le
         "parameters_non_embedding": sum(parameters.values()) - sum(embedding.values()),
         "train_flops": 3.0 * per_sequence * module.tokens_seen / task.length,
         "state_bytes": {str(length): 4 * model.state_elements(length) for length in lengths},
+        "read_bytes": {str(length): 4 * model.read_elements(length) for length in lengths},
         "seconds": seconds,
         "tokens_per_second": module.tokens_seen / seconds if seconds else 0.0,
         "peak_bytes": torch.cuda.max_memory_allocated() if module.device.type == "cuda" else peak,

@@ -179,6 +179,13 @@ class Mixer(nn.Module):
         """Floating-point numbers in the state of one sequence after `time` tokens."""
         raise NotImplementedError(f"{type(self).__name__} must define state_elements(time)")
 
+    def read_elements(self, time: int) -> int:
+        """The most floating-point numbers of that state that the next token reads; all of them, unless the mixer chooses.
+
+        A number that several heads share counts once if any of them reads it: what is counted is what has to be moved.
+        """
+        return self.state_elements(time)
+
     def whole_rows(self) -> str | None:
         """Why each row must be in one process; None: `mix` honours `Context.split`."""
         return f"{type(self).__name__} has no form for rows that are split over processes"

@@ -126,6 +126,10 @@ class Hybrid(Mixer):
         """Those of the parts."""
         return sum(mixer.state_elements(time) for mixer in self.mixers)
 
+    def read_elements(self, time: int) -> int:
+        """Those of the parts."""
+        return sum(mixer.read_elements(time) for mixer in self.mixers)
+
     def reach(self) -> int | None:
         """The furthest of the parts."""
         reaches = [mixer.reach() for mixer in self.mixers]

@@ -26,7 +26,8 @@ class Candidate:
     """One way to compute something.
 
     call: computes it. leaves: what a training step differentiates it by. oracle: what it must equal, outputs and gradients by the same
-    leaves. flops: operations of the products of one call, forward. calls: how many of them are timed as one, where one is very short.
+    leaves. flops: operations of the products of one call, forward. read_bytes: of the state, by one call that decodes a token. calls: how
+    many of them are timed as one, where one is very short.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Candidate:
     peer: bool = False
     flops: int = 0
     state_bytes: int | Callable[[], int] = 0
+    read_bytes: int = 0
     calls: int = 1
 
 
@@ -66,6 +68,7 @@ class Timing(NamedTuple):
     seconds: list[float]
     peak_bytes: int
     state_bytes: int
+    read_bytes: int = 0
 
 
 class Point(NamedTuple):
@@ -214,4 +217,5 @@ def measure(level: str, group: Group, modes: Sequence[str], repeats: int | None,
                 seconds=seconds[candidate.name],
                 peak_bytes=peaks[candidate.name],
                 state_bytes=state if isinstance(state, int) else state(),
+                read_bytes=candidate.read_bytes,
             )

@@ -149,6 +149,7 @@ def decoding(name: str, built: Built, sizes: Sizes, length: int, verified: bool)
         (lambda: mixer(x[:, : length + 1]).y[:, length:]) if verified else None,
         flops=sizes.batch * (mixer.flops(length + 1) - mixer.flops(length)),
         state_bytes=lambda: int(decoder.state.nbytes),
+        read_bytes=sizes.batch * mixer.read_elements(length) * x.element_size(),
         calls=STEPS,
     )
 

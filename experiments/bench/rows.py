@@ -41,6 +41,7 @@ def row(timing: Timing, limits: dict[str, Any]) -> dict[str, Any]:
         "share_of_limit": timing.flops / limits["matmul_flops"] / seconds,
         "peak_bytes": timing.peak_bytes,
         "state_bytes": timing.state_bytes,
+        "read_bytes": timing.read_bytes,
     }
 
 
@@ -94,9 +95,9 @@ def show(document: dict[str, Any]) -> None:
 
 def _timings(group: str, mode: str, entries: Sequence[dict[str, Any]]) -> Table:
     """Rows of one group and mode, each with its ratio to the baseline."""
-    stateful = any(entry["state_bytes"] for entry in entries)
+    held = [name for name in ("state", "read") if any(entry[f"{name}_bytes"] for entry in entries)]
     columns = ["candidate", "length", "ms", "spread", "tokens/s", "of limit", "MB", f"x {entries[0]['baseline']}"]
-    table = _table(f"{group}, {mode}", [*columns[:-1], *(["state kB"] if stateful else []), columns[-1]])
+    table = _table(f"{group}, {mode}", [*columns[:-1], *(f"{name} kB" for name in held), columns[-1]])
     for entry in entries:
         table.add_row(
             Text(entry["candidate"], "dim" if entry["peer"] else ""),
@@ -106,7 +107,7 @@ def _timings(group: str, mode: str, entries: Sequence[dict[str, Any]]) -> Table:
             f"{entry['tokens_per_second']:,.0f}",
             f"{entry['share_of_limit']:.0%}",
             _figures(entry["peak_bytes"] / 1e6),
-            *([f"{entry['state_bytes'] / 1e3:,.0f}"] if stateful else []),
+            *(f"{entry[f'{name}_bytes'] / 1e3:,.0f}" for name in held),
             f"{entry['ratio']:.2f}" if entry["ratio"] else "",
         )
     return table

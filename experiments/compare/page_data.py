@@ -82,7 +82,6 @@ def _group(group: Group, groups: Sequence[Group]) -> dict[str, Any]:
         "solved": group.solved and group.solved._asdict(),
         "steps_to_solve": group.steps_to_solve,
         "costs": dict(group.costs),
-        "state_bytes": {name.removeprefix("state_bytes."): v for name, v in group.costs.items() if name.startswith("state_bytes.")},
     }
 
 

@@ -26,7 +26,7 @@ from variants.ops.attention import Sight
 PAGE = registry.ROOT / "docs" / "performance.md"
 ROW = {
     *("candidate", "peer", "mode", "level", "length", "seconds", "spread", "tokens_per_second", "share_of_limit"),
-    *("peak_bytes", "state_bytes", "group", "baseline", "ratio"),
+    *("peak_bytes", "state_bytes", "read_bytes", "group", "baseline", "ratio"),
 }
 EXPONENT = {"candidate", "mode", "quantity", "exponent", "r2", "lengths", "values", "level", "group"}
 SMALL = Sizes(heads=2, head_dim=8, dim=16, window=8)
@@ -100,6 +100,17 @@ def test_the_layer_level_times_variants_and_fits_exponents_over_the_lengths():
     assert {entry["quantity"] for entry in told["exponents"]} == {"seconds", "peak_bytes"}
     states = {row["length"]: row["state_bytes"] for row in told["rows"] if (row["candidate"], row["mode"]) == ("full", "train")}
     assert states == {length: 4 * 2 * 16 * length for length in (32, 64, 128)}
+
+
+def test_a_decoded_token_says_what_it_reads_of_the_cache():
+    words = ["--level", "layer", "--only", "full,moba block=4 count=2", "--lengths", "64", *WORDS]
+    read = {(row["candidate"], row["mode"]): row["read_bytes"] for row in document(*words)["rows"]}
+    kept, chosen = 64 + 64, 2 * 4  # keys and values of every token; those of one block, as at 64 tokens a new one begins
+    assert read["full", "decode"] == 4 * 16 * kept
+    assert read["moba block=4 count=2", "decode"] == 4 * 16 * (chosen + 64 // 4 + 3)
+    assert all(value == 0 for (_, mode), value in read.items() if mode != "decode")
+    said = bench(*words).stdout
+    assert said.count("state kB") == 3 and said.count("read kB") == 1
 
 
 def test_options_and_public_layers_of_the_same_parameters_stand_beside_a_variant():

@@ -117,7 +117,13 @@ def test_declared_state_is_the_cache_of_a_real_pass(variant):
     model = decoder(f"variant={variant}")
     for time in (1, 3, 40):
         state = model(tokens(1, time), state=model.init_state(1)).state
-        assert state.elements == model.state_elements(time)
+        assert state.elements == model.state_elements(time) == model.read_elements(time)
+
+
+def test_what_a_token_reads_is_what_the_layers_read():
+    model = decoder("variant=nsa", "variant.window=4", "model.pattern=[variant,full]")
+    chosen, whole = model.mixers()
+    assert model.read_elements(400) == chosen.read_elements(400) + whole.state_elements(400) < model.state_elements(400)
 
 
 def test_flops_count_the_output_layer_at_scored_tokens_alone():

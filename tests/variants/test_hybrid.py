@@ -96,6 +96,13 @@ def test_a_layer_is_the_mixer_of_its_place() -> None:
         assert (hybrid.flops(100), hybrid.state_elements(100), hybrid.time) == (alone.flops(100), alone.state_elements(100), alone.time)
 
 
+def test_what_is_read_is_what_the_parts_read() -> None:
+    hybrid = build(pattern="moba+gla", settings={"moba": {"block": 4, "count": 2}})
+    chosen, whole = hybrid.mixers
+    assert chosen.read_elements(50) < chosen.state_elements(50) and whole.read_elements(50) == whole.state_elements(50)
+    assert hybrid.read_elements(50) == chosen.read_elements(50) + whole.read_elements(50)
+
+
 @torch.no_grad()
 def test_parallel_parts_give_the_mean_of_their_normed_outputs() -> None:
     hybrid = build(pattern="gla+full", position="rope")

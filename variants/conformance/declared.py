@@ -13,7 +13,7 @@ from variants.contract import NotApplicable
 
 @torch.no_grad()
 def the_state_has_the_declared_size(subject: Subject) -> str:
-    """`state_elements(time)` against the numbers a real state of two rows carries."""
+    """`state_elements(time)` against the numbers a real state of two rows carries, and `read_elements(time)` within it."""
     mixer = cached_mixer(subject)
     x = tokens(2, subject.longest, mixer.dim)
     for time in subject.lengths:
@@ -21,6 +21,8 @@ def the_state_has_the_declared_size(subject: Subject) -> str:
         declared = mixer.state_elements(time)
         if state.elements != 2 * declared:
             raise Failed(f"after {time} tokens a row's state has {state.elements / 2:g} elements; state_elements({time}) says {declared}")
+        if not 0 <= mixer.read_elements(time) <= declared:
+            raise Failed(f"read_elements({time}) says {mixer.read_elements(time)}, of a state that has {declared} elements")
     return f"{mixer.state_elements(1)} elements after 1 token, {declared} after {subject.longest}; {state.nbytes // 2} bytes then, in fp64"
 
 

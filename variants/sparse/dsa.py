@@ -196,6 +196,11 @@ class DSA(Sparse):
         """Keys, values and the indexer's key of every token."""
         return (2 * self.kv_heads + 1) * self.head_dim * time + self.projections.state_elements()
 
+    def read_elements(self, time: int) -> int:
+        """The indexer's keys of all tokens, and keys and values of the chosen ones, which all heads share."""
+        chosen = time if self.stage == "dense" else min(self.count, time)
+        return (2 * self.kv_heads * chosen + time) * self.head_dim + self.projections.state_elements()
+
     def block_sizes(self) -> tuple[int, ...]:
         """The length from which on there is something to choose."""
         return (self.count,)

@@ -111,6 +111,15 @@ class MoBA(Sparse):
         slots = 2 * time + self.summaries.elements(time)
         return self.kv_heads * self.head_dim * slots + self.projections.state_elements()
 
+    def read_elements(self, time: int) -> int:
+        """Means of all complete blocks, keys that wait for theirs, and keys and values of the chosen blocks and of the query's own.
+
+        Heads that share keys choose by themselves: they are taken to choose different blocks, as far as there are so many.
+        """
+        shared = self.heads // self.kv_heads
+        chosen = min(shared * (self.count - 1), time // self.block) * self.block + time % self.block
+        return self.kv_heads * self.head_dim * (2 * chosen + self.summaries.read(time)) + self.projections.state_elements()
+
     def block_sizes(self) -> tuple[int, ...]:
         """Lengths at whose multiples a new block begins."""
         return (self.block,)

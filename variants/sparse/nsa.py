@@ -229,6 +229,15 @@ class NSA(Sparse):
         slots = time + self.window - 1 + self.summaries.elements(time)
         return 2 * self.kv_heads * self.head_dim * slots + self.projections.state_elements()
 
+    def read_elements(self, time: int) -> int:
+        """Keys and values of the chosen blocks and the window, the compressed ones, and what waits, whether or not it becomes complete.
+
+        The heads that share keys choose together.
+        """
+        chosen = min(self.count - 1, time // self.block) * self.block + time % self.block
+        slots = chosen + min(self.window - 1, time) + self.summaries.read(time)
+        return 2 * self.kv_heads * self.head_dim * slots + self.projections.state_elements()
+
     def block_sizes(self) -> tuple[int, ...]:
         """Lengths at whose multiples a branch does something else."""
         return (self.summaries.stride, self.summaries.block, self.block, self.window)

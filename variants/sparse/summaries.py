@@ -83,3 +83,7 @@ class Summaries:
     def elements(self, time: int) -> int:
         """How many keys or values a state holds for one name and head after so many tokens."""
         return self.count(time) + self.block - 1
+
+    def read(self, time: int) -> int:
+        """How many of them hold something, all of which the next token may need."""
+        return self.count(time) + min(self.block - 1, time)

@@ -141,8 +141,10 @@
   const spent = (() => {
     const columns = [["parameters", "parameters"], ["parameters_non_embedding", "without embedding"], ["train_flops", "training FLOPs"], ["tokens", "tokens trained on"],
       ["tokens_per_second", "tokens/s"], ["seconds", "seconds"], ["peak_bytes", "peak bytes"]];
-    const lengths = [...new Set(data.groups.flatMap((group) => Object.keys(group.state_bytes)))].sort((a, b) => a - b);
-    return [...columns.filter(([key]) => data.groups.some((group) => key in group.costs)), ...lengths.map((length) => [`state_bytes.${length}`, `state bytes at ${length}`])];
+    const known = [...new Set(data.groups.flatMap((group) => Object.keys(group.costs)))];
+    const atLengths = (name, text) =>
+      known.filter((key) => key.startsWith(`${name}.`)).map((key) => Number(key.slice(name.length + 1))).sort((a, b) => a - b).map((length) => [`${name}.${length}`, `${text} at ${length}`]);
+    return [...columns.filter(([key]) => known.includes(key)), ...atLengths("state_bytes", "state bytes"), ...atLengths("read_bytes", "bytes read a token")];
   })();
 
   function costs() {

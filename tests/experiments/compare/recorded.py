@@ -48,7 +48,8 @@ def write_run(
     _write(directory / "status.json", {"status": status, "reason": reason})
     (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log or []))
     if status == "finished":
-        costs = {"parameters": 1000, "tokens_per_second": 5000.0, "state_bytes": {"32": 512, "64": 1024}}
+        costs = {"parameters": 1000, "tokens_per_second": 5000.0}
+        costs |= {"state_bytes": {"32": 512, "64": 1024}, "read_bytes": {"32": 512, "64": 640}}
         stored = {"metrics": metrics or {}, "costs": costs, "counts": {"tokens": 64000}, "stopped": "budget", "steps_to_solve": None}
         _write(directory / "result.json", {**stored, **(result or {})})
         if evaluation is not None:

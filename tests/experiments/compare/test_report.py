@@ -185,7 +185,11 @@ def test_what_is_gained_stands_against_what_it_costs(page: Any, study: Path) -> 
     title = "document.getElementById('cost-chart').layout.xaxis.title.text"
     groups = [group for group in compare(study).groups if group.finished and HOSTILE not in group.label]
     assert page.evaluate(title) == "state bytes at 32", "the length of training first"
-    for metric, cost in (("test/length/64/accuracy", "state_bytes.64"), ("test/length/128/accuracy", "parameters")):
+    for metric, cost in (
+        ("test/length/64/accuracy", "state_bytes.64"),
+        ("test/length/64/accuracy", "read_bytes.64"),
+        ("test/length/128/accuracy", "parameters"),
+    ):
         page.select_option("#gain", metric)
         page.select_option("#cost", cost)
         shown = {name: (x, y) for name, x, y in page.evaluate(points)}
@@ -195,6 +199,20 @@ def test_what_is_gained_stands_against_what_it_costs(page: Any, study: Path) -> 
     page.locator("#legend input").first.uncheck()
     assert len(page.evaluate(points)) == len(shown) - 1
     page.locator("#legend input").first.check()
+
+
+def test_costs_that_older_runs_do_not_tell_are_left_out(browser: Any, tmp_path: Path) -> None:
+    costs = {"parameters": 10, "state_bytes": {"32": 512}}
+    for seed in range(2):
+        write_run(tmp_path / "study", variant="old", seed=seed, result={"costs": costs})
+        write_run(tmp_path / "study", variant="new", seed=seed, result={"costs": {**costs, "read_bytes": {"32": 128, "256": 160}}})
+    with opened(browser, write_report(tmp_path / "study", tmp_path / "page.html"), width=1280) as page:
+        assert page.complaints == []
+        heads = page.locator("#costs-table thead th").all_inner_texts()
+        rows = page.locator("#costs-table tbody tr").all()
+        told = [dict(zip(heads, row.locator("th, td").all_inner_texts(), strict=True)) for row in rows]
+    read = {row["group"].strip(): (row["bytes read a token at 32"], row["bytes read a token at 256"]) for row in told}
+    assert read == {"old": ("\N{EN DASH}",) * 2, "new": ("128", "160")}
 
 
 def test_tables_are_tables_for_those_who_do_not_see_them(page: Any) -> None:

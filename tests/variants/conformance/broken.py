@@ -317,6 +317,13 @@ class StateUnderstated(Mean):
         return super().state_elements(time) - 1
 
 
+class MoreReadThanKept(Mean):
+    """Counts what two heads share twice."""
+
+    def read_elements(self, time):
+        return 2 * self.state_elements(time)
+
+
 class FlopsConstant(Mean):
     """The cost of one token, whatever the length."""
 
