@@ -22,7 +22,7 @@ import torch
 import yaml
 
 import registry
-from experiments import evaluate, parallel, settings, start
+from experiments import evaluate, parallel, selection, settings, start
 from experiments.callbacks import BEST, LAST, Checkpoints, Clock, Diverged, Progress, Record, Validate
 from experiments.checked import checked_task
 from experiments.model import Decoder, build, require_parts, require_positions
@@ -152,6 +152,7 @@ def train_and_test(
             device=chosen.device,
             precision=chosen.precision,
         )
+    selection.write(run.directory, model, task, device=chosen.device, precision=chosen.precision)
     metrics = {"validation/accuracy": validate.accuracy, "validation/loss": validate.loss, **evaluate.summary(scores, "test")}
     gate = start.gate(config, metrics)
     result = {

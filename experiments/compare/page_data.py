@@ -14,6 +14,7 @@ from experiments.compare.gate import gate_words
 from experiments.compare.groups import BELOW_GATE, TEST, Comparison, Group, outcome, trained_length
 from experiments.compare.keys import Keys, label, same_axis, spell
 from experiments.compare.measures import measure
+from experiments.compare.selection import selections
 from experiments.compare.slices import depth_grid, facts, slices
 from experiments.compare.spectra import spectra
 from experiments.compare.statistics import LEVEL
@@ -57,6 +58,7 @@ def page_data(
         "slices": slices(found, comparison.groups),
         "grid": depth_grid(found, comparison.groups),
         "spectra": spectra(comparison.groups),
+        "selections": selections(study_dir, comparison.groups),
         "runs": _run_list(runs, comparison),
         "not_applicable": [{"overrides": overrides, "reason": reason} for overrides, reason in read.not_applicable(study_dir)],
         "csv": to_csv(comparison),

@@ -19,7 +19,7 @@ from experiments.compare.page_data import page_data
 from experiments.runs.files import write_whole
 
 PAGE = Path(__file__).parent / "page"
-SCRIPTS = {"plotly": "plotly-cartesian.min.js", "charts": "charts.js", "script": "page.js"}
+SCRIPTS = {"plotly": "plotly-cartesian.min.js", "charts": "charts.js", "selection": "selection.js", "script": "page.js"}
 
 
 def write_report(
@@ -41,7 +41,7 @@ def render(data: Mapping[str, Any]) -> bytes:
     """The page that shows `data`."""
     scripts = {name: (PAGE / file).read_text(encoding="utf-8") for name, file in SCRIPTS.items()}
     hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in scripts.values())
-    # Plotly writes its own style element; nothing but the three scripts runs, and nothing at all is fetched.
+    # Plotly writes its own style element; nothing but these scripts runs, and nothing at all is fetched.
     policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
     # In JSON "<" only stands inside strings; without it no string can end the element or open a comment.
     inlined = json.dumps(data, allow_nan=False).replace("<", "\\u003c")

@@ -4,6 +4,7 @@
     table(runs)             the same, tidy: a row a run, a column a setting or result
     metrics(study_dir)      long: run_id, step, tokens, seconds, name, value
     evaluations(study_dir)  SQL over the scored sequences of the finished runs
+    selection(study_dir, run_id)    what a run's model chose, if it chooses
 
 DuckDB reads, in memory; it is never the live store. Nothing is cut short: all runs, all columns, all rows. Nothing outside the study's
 directory is read.
@@ -25,7 +26,7 @@ from experiments.runs.files import read_json
 from experiments.runs.status import MANIFEST, RESULT, STATUS, State, status_of
 from registry import UserError, nearest
 
-CONFIG, METRICS, EVALUATION = "config.json", "metrics.jsonl", "evaluation.parquet"
+CONFIG, METRICS, EVALUATION, SELECTION = "config.json", "metrics.jsonl", "evaluation.parquet", "selection.json"
 
 #: What every evaluation.parquet has. Its other columns are what the task tells of a sequence, or, as lists, of each scored token.
 EVALUATION_COLUMNS = {
@@ -150,6 +151,12 @@ def evaluations(study_dir: Path | str, sql: str = "SELECT * FROM evaluation") ->
         return connection.sql(sql).to_arrow_table()
     except duckdb.Error as error:
         raise UserError(f"the query cannot be answered: {str(error).splitlines()[0]}") from error
+
+
+def selection(study_dir: Path | str, run_id: str) -> dict[str, Any] | None:
+    """A run's selection.json as stored (experiments/selection.py); None where it has none."""
+    _, files = _files(study_dir, SELECTION, [Path(study_dir).resolve() / run_id])
+    return read_json(Path(files[0])) if files else None
 
 
 def _directories(study_dir: Path | str) -> list[Path]:

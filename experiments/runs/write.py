@@ -8,6 +8,7 @@ config.json environment.json      what was asked for, and where it ran
 status.json                       {"status", "reason"}; read it through `status_of`
 metrics.jsonl                     {"step", "tokens", "seconds", name: value, ...} a line; a resumed run continues it
 evaluation.parquet                a row a scored sequence
+selection.json                    what the model chose over one test sequence, if its mixers choose
 result.json                       renamed into place last: a run is finished if and only if it can be read
 checkpoints/ claims/ error.txt    the trainer's; who works on it; the traceback of a failure
 """
@@ -200,7 +201,8 @@ class Unrecorded:
     """Stands for the record of a run in a process that takes part in it and keeps none."""
 
     def __init__(self, config: Mapping[str, Any]):
-        self.checkpoints = Path(config["runs_dir"]) / config["study"] / run_id(config) / "checkpoints"
+        self.directory = Path(config["runs_dir"]) / config["study"] / run_id(config)
+        self.checkpoints = self.directory / "checkpoints"
 
     def log(self, **row: Any) -> None:
         """Nothing: another process writes it."""

@@ -182,6 +182,8 @@ class Ring:
         rows = {rank: torch.cat([torch.arange(self.time)[self.span(n)] for n in self.slices(rank)]) for rank in range(self.ranks.size)}
         found = [numbers[:, of][marks[:, of]] for of in (index.to(marks.device) for index in rows.values())]
         most = max(len(mine) for mine in found)
+        if not most:
+            return torch.cat(list(parts))
         filled = [torch.cat([part, part.new_zeros(most - len(part), *part.shape[1:])]) for part in parts]
         everyone = self.ranks.gather(filled, replicated=True)
         together = torch.cat([part[: len(mine)] for part, mine in zip(everyone, found, strict=True)])

@@ -214,5 +214,5 @@ const charts = (() => {
     draw("factor-chart", pairs(found, styled, shown, "factors", ""), layout(pairAxis, y, marked(levels, ...found.critical)));
   }
 
-  return { styles, length, cost, curve, slice, wavelengths, factors, PATTERNS, MARKS };
+  return { styles, length, cost, curve, slice, wavelengths, factors, css, draw, layout, PATTERNS, MARKS };
 })();

@@ -202,6 +202,13 @@
     table("factors-table", "How many times slower than under rope each pair turns; ∞: not at all", heads, rows);
   }
 
+  function selected() {
+    const found = data.selections[byId("selection-run").value];
+    byId("selection-panels").replaceChildren(...found.layers.map((layer, i) => el("figure", {}, el("figcaption", {}, el("h3", {}, selection.title(found, layer))), el("div", { id: `selection-${i}`, class: "chart", role: "img", "aria-label": selection.title(found, layer) }))));
+    found.layers.forEach((layer, i) => selection.draw(`selection-${i}`, found, layer));
+    byId("selection-caption").textContent = `Run ${found.run_id} (${data.groups[found.group].label}, seed ${found.seed}) over test sequence ${found.index}. ${selection.reading(found)}`;
+  }
+
   function notApplicable() {
     byId("not-applicable").hidden = !data.not_applicable.length;
     byId("not-applicable").querySelector("ul").replaceChildren(...data.not_applicable.map((one) => el("li", {}, el("code", {}, one.overrides), quiet(` ${one.reason}`))));
@@ -259,6 +266,7 @@
     results(); costs(); runs(); notApplicable(); legend();
     if (data.spectra) factorTable();
     if (data.metrics.length) differences();
+    if (data.selections.length) selected();
     drawCharts();
   }
 
@@ -283,6 +291,8 @@
   options("curve", names.map((name) => [name, name]), names.find((name) => name === "validation/accuracy"));
   options("slice", distinct(data.slices.map((one) => one.name)).map((name) => [name, name.replaceAll("_", " ")]));
   sliceSets();
+  options("selection-run", data.selections.map((one, i) => [i, `${data.groups[one.group].label}, seed ${one.seed}`]));
+  byId("selection").hidden = document.querySelector("nav a[href='#selection']").hidden = !data.selections.length;
   byId("differences").hidden = !data.metrics.length;
   const pairs = data.spectra?.lines.length;
   const leftOut = data.spectra?.left_out ?? [];
@@ -304,6 +314,7 @@
   onChange("gain", drawings["cost-figure"]);
   onChange("cost", drawings["cost-figure"]);
   onChange("curve", drawings["curve-figure"]);
+  onChange("selection-run", selected);
   onChange("x", drawings["curve-figure"]);
   onChange("slice", () => { sliceSets(); drawings["slice-figure"](); });
   onChange("slice-set", drawings["slice-figure"]);

@@ -244,7 +244,7 @@ def test_no_word_of_a_user_can_leave_the_data_element(study: Path, tmp_path: Pat
     assert "<" not in inlined[1]
     data = json.loads(inlined[1])
     assert HOSTILE in {group["by"]["variant"] for group in data["groups"]}
-    assert text.count("<script") == 4
+    assert text.count("<script") == 5
 
 
 def test_a_curve_keeps_every_point_and_its_spike(tmp_path: Path) -> None:
