@@ -195,6 +195,8 @@ class Ring:
 
     def ahead(self, x: Shaped[Tensor, "batch here *rest"], count: int) -> list[Shaped[Tensor, "batch count *rest"]]:
         """For each slice in this process the `count` tokens that come before it in the row, 0 where there are none. Differentiable."""
+        if not count:
+            return [piece[:, :0] for piece in self.pieces(x, 1)]
         tails = self.everywhere([_longer(piece[:, -count:].flip(1), count).flip(1) for piece in self.pieces(x, 1)])
         found = []
         for number, _ in self.here:
