@@ -73,8 +73,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, place: Tensor, size
         tasks = q.shape[0] * q.shape[1] * q.shape[3]
         spread(lambda first, end: gather_loops.forward(first, end, *told), tasks, parallel=_worth(q, chosen, size))
         return y, lse
-    for tile in _tiles(q, k, chosen, size):
-        part = _Gathered(q, k, v, chosen, place, size, tile)
+    for tile in tiles(q, k, chosen, size):
+        part = Gathered(q, k, v, chosen, place, size, tile)
         logits = part.logits(scale)
         lse[..., tile] = part.alone(logits.logsumexp(-1))
         y[..., tile, :] = part.alone(part.weights(logits, logits.logsumexp(-1)) @ part.values)
@@ -118,8 +118,8 @@ def _attend_backward(
         spread(lambda first, end: gather_loops.backward(first, end, parts, *told), tasks, parallel=_worth(q, chosen, size))
         return grad_q, grad_k.sum(0), grad_v.sum(0)
     grad_k, grad_v = torch.zeros_like(k), torch.zeros_like(v)
-    for tile in _tiles(q, k, chosen, size):
-        part = _Gathered(q, k, v, chosen, place, size, tile)
+    for tile in tiles(q, k, chosen, size):
+        part = Gathered(q, k, v, chosen, place, size, tile)
         arriving, weights = part.cut(grad_y), part.weights(part.logits(scale), part.cut(lse))
         by_logits = weights * (arriving @ part.values.mT - part.cut(delta).unsqueeze(-1)) * scale
         grad_q[..., tile, :] = part.alone(by_logits @ part.keys)
@@ -170,7 +170,7 @@ def _pairs(q: Any, k: Any, chosen: Any, size: int) -> int:
     return int(batch * groups * shared * (short * before + short * (short + 1) // 2 + (time - short) * most))
 
 
-class _Gathered:
+class Gathered:
     """The blocks of one tile of queries, (batch, groups, tile, keys, width), and the queries that share them, (..., shared, width)."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, place: Tensor, size: int, tile: slice):
@@ -206,7 +206,7 @@ class _Gathered:
         total.view(-1, total.shape[-1]).index_add_(0, self.index.flatten(), x.flatten(0, 3))
 
 
-def _tiles(q: Tensor, k: Tensor, chosen: Tensor, size: int) -> Iterator[slice]:
+def tiles(q: Tensor, k: Tensor, chosen: Tensor, size: int) -> Iterator[slice]:
     """So many queries that their gathered keys are TILE numbers at most, at least one."""
     batch, groups, _, time, width = q.shape
     tile = max(1, TILE // (batch * groups * chosen.shape[-1] * size * width))

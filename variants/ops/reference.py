@@ -64,11 +64,12 @@ def attend_blocks(
     *,
     size: int,
     scale: float | None = None,
+    offsets: Float[Tensor, "batch groups q_time count"] | None = None,
 ) -> Output:
     """Attention of each query to the blocks chosen for it: block n is the slots n size, ..., n size + size - 1; -1 is none.
 
     place: the slot that a query stands at; no later one is seen. Query head h reads the choice of group h // (heads / groups). A block
-    chosen twice counts once.
+    chosen twice counts once. offsets: added to the logits of each chosen block.
     """
     batch, heads, q_time = q.shape[:3]
     k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
@@ -76,10 +77,14 @@ def attend_blocks(
     slot = torch.arange(k.shape[2], device=k.device)
     seen = slot <= place[:, None, :, None]
     picked = torch.zeros(batch, heads, q_time, k.shape[2], dtype=torch.bool, device=k.device)
+    lifts = torch.zeros_like(picked, dtype=torch.promote_types(q.dtype, torch.float32))
     for n in range(chosen.shape[-1]):
-        picked = picked | (slot // size == chosen[..., n, None])
+        here = slot // size == chosen[..., n, None]
+        picked = picked | here
+        if offsets is not None:
+            lifts = lifts + here * offsets.repeat_interleave(heads // offsets.shape[1], dim=1)[..., n, None]
     logits = (q @ k.transpose(-2, -1)).to(torch.promote_types(q.dtype, torch.float32)) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    logits = logits.masked_fill(~(seen & picked), -math.inf)
+    logits = (logits + lifts).masked_fill(~(seen & picked), -math.inf)
     weights = logits.softmax(-1).masked_fill(~(seen & picked), 0)
     return Output(weights.to(v.dtype) @ v, logits.logsumexp(-1))
 

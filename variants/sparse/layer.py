@@ -13,6 +13,7 @@ from variants.cache import Slots
 from variants.contract import Context, Mixer, State, valid_lengths
 from variants.ops import gathered, reference
 from variants.ops.attention import Output
+from variants.ops.straight_through import lifted
 from variants.projections import Projections
 from variants.sparse.pieces import Pieces
 
@@ -74,12 +75,16 @@ class Sparse(Mixer):
         }
         return {name: slots.tensor.transpose(1, 2) for name, slots in grown.items()}, kept
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, place: Tensor, size: int) -> Output:
-        """Attention to the chosen blocks of `size` slots, by the implementation that runs."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, place: Tensor, size: int, offsets: Tensor | None = None) -> Output:
+        """Attention to the chosen blocks of `size` slots, by the implementation that runs.
+
+        offsets: of each chosen block, 0 in value: what is to learn from how much more of a block would have changed.
+        """
         told: dict[str, Any] = {"size": size, "scale": self.scale}
         if self.implementation == "reference":
-            return reference.attend_blocks(q, k, v, chosen, place, **told)
-        return gathered.attend_blocks(q, k, v, chosen, place, **told, loops=self.implementation == "numba")
+            return reference.attend_blocks(q, k, v, chosen, place, **told, offsets=offsets)
+        found = gathered.attend_blocks(q, k, v, chosen, place, **told, loops=self.implementation == "numba")
+        return found if offsets is None else lifted(found, offsets, q, k, v, chosen, place, **told)
 
     @property
     def scale(self) -> float:

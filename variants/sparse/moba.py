@@ -38,6 +38,8 @@ class MoBA(Sparse):
     Options:
         block: tokens in a block.
         count: blocks attended by each query, its own included.
+        straight_through: a block's score learns as if it were added to the logits of the block, which it is not; else nothing learns from
+            the choice.
     """
 
     refused: ClassVar = {
@@ -46,10 +48,12 @@ class MoBA(Sparse):
     }
     normalises_rows = True
 
-    def __init__(self, dim: int, heads: int, position: Any = None, *, block: int = 64, count: int = 4, **options: Any):
+    def __init__(
+        self, dim: int, heads: int, position: Any = None, *, block: int = 64, count: int = 4, straight_through: bool = False, **options: Any
+    ):
         self.at_least_one(block=block, count=count)
         super().__init__(dim, heads, position, **options)
-        self.block, self.count, self.summaries = block, count, Summaries(block, block)
+        self.block, self.count, self.summaries, self.straight_through = block, count, Summaries(block, block), straight_through
 
     def mix(
         self, x: Float[Tensor, "batch time dim"], context: Context, state: State | None
@@ -67,7 +71,9 @@ class MoBA(Sparse):
         parts |= kept | all_slots
         queries = pieces.queries(q)
         chosen = self.choose(queries, means, pieces.place)
-        found = self.attend(queries, pieces.slots(slots["keys"]), pieces.slots(slots["values"]), chosen, pieces.place, self.block)
+        offsets = self.offsets(queries, means, chosen) if self.straight_through and torch.is_grad_enabled() else None
+        keys, values = (pieces.slots(slots[name]) for name in ("keys", "values"))
+        found = self.attend(queries, keys, values, chosen, pieces.place, self.block, offsets)
         return self.projections.back(pieces.back(found.y).to(x.dtype)), parts, {"blocks": pieces.back(chosen)}
 
     @torch.no_grad()
@@ -89,6 +95,23 @@ class MoBA(Sparse):
             scores = scores.masked_fill(index == own, math.inf).masked_fill(index > own, -math.inf)
             found.append(select.best(scores, self.count))
         return torch.cat(found, dim=2)
+
+    def offsets(
+        self,
+        q: Float[Tensor, "pieces heads q_time head_dim"],
+        means: Float[Tensor, "pieces kv_heads blocks head_dim"],
+        chosen: Int[Tensor, "pieces heads q_time count"],
+    ) -> Float[Tensor, "pieces heads q_time count"]:
+        """0, with the gradient of the scores, as logits, by which complete blocks were chosen."""
+        if not means.shape[2]:
+            return torch.zeros_like(chosen, dtype=means.dtype)
+        scored = (chosen >= 0) & (chosen < means.shape[2])
+        means, found = means.repeat_interleave(self.heads // self.kv_heads, 1), []
+        for here, picked in zip(q.split(TILE, dim=2), chosen.split(TILE, dim=2), strict=True):
+            logits = here @ means.mT * self.scale
+            found.append(logits.gather(-1, picked.clamp(0, means.shape[2] - 1)))
+        logits = torch.cat(found, dim=2).masked_fill(~scored, 0)
+        return logits - logits.detach()
 
     def init_parts(self, batch: int, **like: Any) -> dict[str, Tensor]:
         """Keys, values, and the means of complete blocks."""

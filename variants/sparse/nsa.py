@@ -6,9 +6,10 @@ K~ has one key for every `compress_stride` tokens, made of `compress_block` of t
 their mean; a query sees those that are complete. Its weights on them, summed over the heads that share keys, are the importance of
 selection blocks, in proportion to the overlap; the best `count` blocks are attended token by token, the first and the query's own and
 previous ones always among them. Each branch has keys and values of its own. Yuan et al. 2025, "Native Sparse Attention" (arXiv 2502.11089),
-section 3. What is chosen is not differentiable: the compression learns through its own branch. Rotary schemes turn queries and keys of the
-selection and the window; compression, whose keys stand for many places, takes them unturned. Time O(T^2 / compress_stride) with a small
-factor, memory O(T), state O(T) keys and values, of which a step reads the summaries, the chosen blocks and the window.
+section 3. What is chosen is not differentiable: the compression learns through its own branch, unless `straight_through` is on. Rotary
+schemes turn queries and keys of the selection and the window; compression, whose keys stand for many places, takes them unturned. Time
+O(T^2 / compress_stride) with a small factor, memory O(T), state O(T) keys and values, of which a step reads the summaries, the chosen
+blocks and the window.
 """
 
 from __future__ import annotations
@@ -20,17 +21,21 @@ import torch
 from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.nn.functional import pad, silu
+from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
 
 from registry import variants
 from variants.cache import Slots
 from variants.contract import Context, State, extent
 from variants.ops import reference, select, softmax
-from variants.ops.attention import Sight
+from variants.ops.attention import Output, Sight
 from variants.ops.prefix import attend_prefix
 from variants.sparse.layer import Sparse, places
 from variants.sparse.pieces import Pieces
-from variants.sparse.summaries import Summaries, mean
+from variants.sparse.summaries import Compression, Summaries, mean
+
+#: Queries whose importance is computed at once, where it learns.
+TILE = 128
 
 
 @variants.register("nsa", time="T^2", state="T", hooks=("rotate",), keeps_keys=False, implementations=("numba", "torch", "reference"))
@@ -47,6 +52,8 @@ class NSA(Sparse):
         first_blocks: blocks at the beginning that are always chosen.
         local_blocks: the query's own block and those before it that are always chosen.
         window: tokens in sight of the third branch, the query itself counted.
+        straight_through: a block's importance learns as if it were added to the logits of the block, which it is not; else the compression
+            learns through its own branch alone.
     """
 
     refused: ClassVar = {
@@ -70,6 +77,7 @@ class NSA(Sparse):
         first_blocks: int = 1,
         local_blocks: int = 2,
         window: int = 128,
+        straight_through: bool = False,
         **options: Any,
     ):
         self.at_least_one(compress_stride=compress_stride, local_blocks=local_blocks, window=window)
@@ -83,7 +91,7 @@ class NSA(Sparse):
             raise ValueError(
                 f"NSA: count={count} must leave room for what is always chosen: first_blocks={first_blocks} and local_blocks={local_blocks}"
             )
-        self.block, self.count, self.window = block, count, window
+        self.block, self.count, self.window, self.straight_through = block, count, window, straight_through
         self.first_blocks, self.local_blocks = first_blocks, local_blocks
         self.summaries = Summaries(compress_block, compress_stride)
         self.compress_k, self.compress_v = (
@@ -115,16 +123,17 @@ class NSA(Sparse):
         far, all_slots = self.remembered({"keys": k_s, "values": v_s}, context, state, before)
 
         summary, chosen = self.summarise(pieces, q, *compressed)
+        offsets = None
+        if self.straight_through and torch.is_grad_enabled():
+            offsets = self.offsets(pieces.queries(q), compressed[0], summary.lse, chosen, pieces.place)
         keys, values = (pieces.slots(far[name]) for name in ("keys", "values"))
-        selected = self.attend(pieces.queries(turned), keys, values, chosen, pieces.place, self.block).y
+        selected = self.attend(pieces.queries(turned), keys, values, chosen, pieces.place, self.block, offsets).y
         windowed = self.windowed(turned, near, before, state is not None)
         gate = rearrange(torch.sigmoid(self.gates(x)), "batch time (branch heads) -> branch batch heads time 1", branch=3)
-        y = gate[0] * pieces.back(summary) + gate[1] * pieces.back(selected) + gate[2] * windowed
+        y = gate[0] * pieces.back(summary.y) + gate[1] * pieces.back(selected) + gate[2] * windowed
         return self.projections.back(y.to(x.dtype)), parts | slots | all_slots, {"blocks": pieces.back(chosen)}
 
-    def summarise(
-        self, pieces: Pieces, q: Tensor, k: Tensor, v: Tensor
-    ) -> tuple[Float[Tensor, "pieces heads q_time head_dim"], Int[Tensor, "pieces kv_heads q_time count"]]:
+    def summarise(self, pieces: Pieces, q: Tensor, k: Tensor, v: Tensor) -> tuple[Output, Int[Tensor, "pieces kv_heads q_time count"]]:
         """(attention to the compressed keys, the blocks that it chooses)."""
         q, place = pieces.queries(q), pieces.place
         blocks = -(-int((pieces.place0 + pieces.count).max().clamp(min=1)) // self.block)
@@ -141,7 +150,7 @@ class NSA(Sparse):
         if self.implementation == "reference":
             summary = self.plainly(q, k, v, visible, choose if blind < q.shape[2] else None)
         else:
-            summary = attend_prefix(q, k, v, visible, watch=lambda here, weights: self.watched(here, weights, blind, choose)).y
+            summary = attend_prefix(q, k, v, visible, watch=lambda here, weights: self.watched(here, weights, blind, choose))
         return summary, chosen
 
     @staticmethod
@@ -150,16 +159,56 @@ class NSA(Sparse):
         skipped = max(blind - here.start, 0)
         choose(slice(here.start + skipped, here.stop), weights[..., skipped:, :])
 
-    def plainly(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, choose: Any) -> Tensor:
+    def plainly(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, choose: Any) -> Output:
         """Attention to the compressed keys with all its weights written out, and the choice of all but the blind queries at once."""
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         seen = (torch.arange(k.shape[2], device=q.device) < visible.unsqueeze(-1)).unsqueeze(1)
         logits = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * q.shape[-1] ** -0.5
-        weights = logits.masked_fill(~seen, -math.inf).softmax(-1).masked_fill(~seen, 0)
+        logits = logits.masked_fill(~seen, -math.inf)
+        weights = logits.softmax(-1).masked_fill(~seen, 0)
         if choose is not None:
             blind = int((visible == 0).all(0).sum())
             choose(slice(blind, q.shape[2]), torch.unflatten(weights, 1, (self.kv_heads, -1))[..., blind:, :].detach())
-        return weights.to(v.dtype) @ v
+        return Output(weights.to(v.dtype) @ v, logits.logsumexp(-1))
+
+    def offsets(
+        self,
+        q: Float[Tensor, "pieces heads q_time head_dim"],
+        k: Float[Tensor, "pieces kv_heads keys head_dim"],
+        lse: Float[Tensor, "pieces heads q_time"],
+        chosen: Int[Tensor, "pieces kv_heads q_time count"],
+        place: Int[Tensor, "pieces q_time"],
+    ) -> Float[Tensor, "pieces kv_heads q_time count"]:
+        """0, with the gradient of the importance of the blocks that were chosen for it."""
+        visible, found = self.summaries.complete(place + 1).clamp(max=k.shape[2]), []
+        for start in range(0, q.shape[2] if k.shape[2] else 0, TILE):
+            here = slice(start, start + TILE)
+            told = (q[:, :, here], k, lse[:, :, here], chosen[:, :, here], visible[:, here])
+            found.append(checkpoint(self.importance, *told, use_reentrant=False))  # gathered keys of one tile alone are alive
+        if not found:
+            return torch.zeros_like(chosen, dtype=lse.dtype)
+        block, own = chosen, (place // self.block)[:, None, :, None]
+        forced = (block < self.first_blocks) | ((block <= own) & (block > own - self.local_blocks))
+        importance = torch.cat(found, dim=2).masked_fill(forced, 0)
+        return importance - importance.detach()
+
+    def importance(
+        self, q: Tensor, k: Tensor, lse: Tensor, chosen: Tensor, visible: Tensor
+    ) -> Float[Tensor, "pieces kv_heads q_time count"]:
+        """That of chosen blocks, as `overlaps` has it of all: from the weights on the few compressed keys that reach into them."""
+        ahead, back = self.block // self.summaries.stride, self.summaries.block // self.summaries.stride
+        reach = torch.arange(-(back - 1), ahead, device=q.device)
+        times = sum(((reach + n >= 0) & (reach + n < ahead)).to(lse.dtype) for n in range(back))
+        index = ahead * chosen.unsqueeze(-1) + reach  # pieces kv_heads q_time count reach
+        seen = (chosen >= 0).unsqueeze(-1) & (index >= 0) & (index < visible[:, None, :, None, None])
+        index = index.clamp(0, k.shape[2] - 1).flatten(2)
+        keys = k.to(lse.dtype).gather(2, index.unsqueeze(-1).expand(*index.shape, k.shape[-1]))
+        keys = torch.unflatten(keys, 2, seen.shape[2:])
+        queries = torch.unflatten(q.to(lse.dtype), 1, (k.shape[1], -1))
+        logits = torch.einsum("bghtd,bgtnrd->bghtnr", queries, keys) * q.shape[-1] ** -0.5
+        norm = torch.unflatten(lse.clamp(min=torch.finfo(lse.dtype).min), 1, (k.shape[1], -1))[..., None, None]
+        weights = (logits.masked_fill(~seen.unsqueeze(2), -math.inf) - norm).exp()
+        return (weights.sum(2) * times).sum(-1)
 
     def scores(
         self, place: Int[Tensor, "pieces q_time"], weights: Tensor | None, blocks: int
@@ -241,21 +290,3 @@ class NSA(Sparse):
     def block_sizes(self) -> tuple[int, ...]:
         """Lengths at whose multiples a branch does something else."""
         return (self.summaries.stride, self.summaries.block, self.block, self.window)
-
-
-class Compression(nn.Module):
-    """The keys or values of a block with learned places, side by side, through an MLP to one: W2 silu(W1 [k_1 + p_1, ..., k_l + p_l])."""
-
-    def __init__(self, kv_heads: int, block: int, head_dim: int):
-        super().__init__()
-        self.places = nn.Parameter(0.02 * torch.randn(kv_heads, block, head_dim))
-        self.inward, self.outward = nn.Linear(block * head_dim, head_dim), nn.Linear(head_dim, head_dim)
-
-    def forward(self, tokens: Float[Tensor, "pieces kv_heads blocks block head_dim"]) -> Float[Tensor, "pieces kv_heads blocks head_dim"]:
-        """One for each block."""
-        found: Tensor = self.outward(silu(self.inward((tokens + self.places[:, None]).flatten(-2))))
-        return found
-
-    def flops(self, blocks: int) -> int:
-        """Operations for so many blocks of every head."""
-        return 2 * blocks * len(self.places) * (self.inward.weight.numel() + self.outward.weight.numel())

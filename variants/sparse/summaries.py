@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import silu
 
 from variants import cache
 from variants.cache import Slots
@@ -87,3 +88,21 @@ class Summaries:
     def read(self, time: int) -> int:
         """How many of them hold something, all of which the next token may need."""
         return self.count(time) + min(self.block - 1, time)
+
+
+class Compression(nn.Module):
+    """The keys or values of a block with learned places, side by side, through an MLP to one: W2 silu(W1 [k_1 + p_1, ..., k_l + p_l])."""
+
+    def __init__(self, kv_heads: int, block: int, head_dim: int):
+        super().__init__()
+        self.places = nn.Parameter(0.02 * torch.randn(kv_heads, block, head_dim))
+        self.inward, self.outward = nn.Linear(block * head_dim, head_dim), nn.Linear(head_dim, head_dim)
+
+    def forward(self, tokens: Float[Tensor, "pieces kv_heads blocks block head_dim"]) -> Float[Tensor, "pieces kv_heads blocks head_dim"]:
+        """One for each block."""
+        found: Tensor = self.outward(silu(self.inward((tokens + self.places[:, None]).flatten(-2))))
+        return found
+
+    def flops(self, blocks: int) -> int:
+        """Operations for so many blocks of every head."""
+        return 2 * blocks * len(self.places) * (self.inward.weight.numel() + self.outward.weight.numel())

@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.variants import oracles
 from variants.ops import gathered, reference, select
 from variants.ops.prefix import attend_prefix
+from variants.ops.straight_through import lifted
 
 
 def by_hand(row: list[float], count: int) -> list[int]:
@@ -186,3 +187,24 @@ def test_no_slots_give_nothing() -> None:
     q, nothing = torch.randn(1, 2, 3, 4), torch.empty(1, 1, 0, 4)
     got = attend_prefix(q, nothing, nothing, torch.zeros(1, 3, dtype=torch.long))
     assert not got.y.any() and (got.lse == -math.inf).all()
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_offsets_of_chosen_blocks_get_the_gradient_they_would_have_at_zero(groups: int) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 19, 6, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    place = torch.arange(19).expand(2, -1)
+    chosen = torch.stack([torch.randperm(5)[:3] for _ in range(2 * groups * 19)]).view(2, groups, 19, 3)
+    chosen = chosen.masked_fill(chosen * 4 > place[:, None, :, None], -1)
+    offsets = torch.zeros(2, groups, 19, 3, dtype=torch.float64, requires_grad=True)
+    told = {"size": 4, "scale": 0.4}
+    expected = reference.attend_blocks(q, k, v, chosen, place, **told, offsets=offsets)
+    found = lifted(gathered.attend_blocks(q, k, v, chosen, place, **told), offsets, q, k, v, chosen, place, **told)
+    seen = expected.lse.detach() > -torch.inf
+    arriving = torch.randn_like(expected.y), torch.randn_like(expected.lse)
+    results = [
+        torch.autograd.grad((y * arriving[0]).sum() + (lse[seen] * arriving[1][seen]).sum(), (q, k, v, offsets))
+        for y, lse in (found, expected)
+    ]
+    for mine, right in zip(*results, strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-10, atol=1e-12)
