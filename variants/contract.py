@@ -59,6 +59,8 @@ class Mixer(nn.Module):
     refused: ClassVar[Mapping[str, str]] = {}
     #: Whether the weights of a row sum to one, so that constant values come out unchanged.
     normalises_rows: bool = False
+    #: Whether gradients are the slopes of the outputs; not where what is chosen learns as if choosing were smooth.
+    exact_gradients: bool = True
     #: Whether keys are kept one by one, so that a scheme may turn them again when the length of their row changes its frequencies.
     keeps_keys: ClassVar[bool] = True
     #: Whether keys must be of length 1: a scheme that makes them longer would let the state grow without end.

@@ -15,7 +15,7 @@ from variants.conformance.basics import trained
 from variants.conformance.caching import WITHIN, cached_mixer, comparable, in_words
 from variants.conformance.rows import padded
 from variants.conformance.subject import Failed, Subject, expect_close, first_line, kept, run_in_pieces, tokens
-from variants.contract import Context, Mixer, MixerOutput, State
+from variants.contract import Context, Mixer, MixerOutput, NotApplicable, State
 
 #: fp64 loses 1e-16 of a loss of about 10 to rounding, and a step of 1e-7 magnifies that to 1e-8; a hundred times as much is no rounding.
 #: A longer step would see how much the gradient of a norm over a head that reads almost nothing bends.
@@ -37,6 +37,8 @@ LAYOUTS: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (
 def analytic_gradients_equal_numerical_ones(subject: Subject) -> str:
     """Along a random direction of each tensor, by `torch.autograd.gradcheck`: inputs, parameters and, where there is one, the state."""
     mixer = subject.build()
+    if not mixer.exact_gradients:
+        raise NotApplicable("it declares gradients that are not the slopes of its outputs")
     time = subject.longest
     valid = Context(valid=padded(time))
     x = tokens(len(padded(time)), time, mixer.dim)

@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
 
 from registry import variants
 from variants.cache import Slots
@@ -54,6 +55,7 @@ class MoBA(Sparse):
         self.at_least_one(block=block, count=count)
         super().__init__(dim, heads, position, **options)
         self.block, self.count, self.summaries, self.straight_through = block, count, Summaries(block, block), straight_through
+        self.exact_gradients = not straight_through
 
     def mix(
         self, x: Float[Tensor, "batch time dim"], context: Context, state: State | None
@@ -71,7 +73,7 @@ class MoBA(Sparse):
         parts |= kept | all_slots
         queries = pieces.queries(q)
         chosen = self.choose(queries, means, pieces.place)
-        offsets = self.offsets(queries, means, chosen) if self.straight_through and torch.is_grad_enabled() else None
+        offsets = self.offsets(queries, means, chosen, pieces.place) if self.straight_through and torch.is_grad_enabled() else None
         keys, values = (pieces.slots(slots[name]) for name in ("keys", "values"))
         found = self.attend(queries, keys, values, chosen, pieces.place, self.block, offsets)
         return self.projections.back(pieces.back(found.y).to(x.dtype)), parts, {"blocks": pieces.back(chosen)}
@@ -101,17 +103,22 @@ class MoBA(Sparse):
         q: Float[Tensor, "pieces heads q_time head_dim"],
         means: Float[Tensor, "pieces kv_heads blocks head_dim"],
         chosen: Int[Tensor, "pieces heads q_time count"],
+        place: Int[Tensor, "pieces q_time"],
     ) -> Float[Tensor, "pieces heads q_time count"]:
-        """0, with the gradient of the scores, as logits, by which complete blocks were chosen."""
+        """0, with the gradient of the scores, as logits, by which earlier blocks were chosen."""
         if not means.shape[2]:
             return torch.zeros_like(chosen, dtype=means.dtype)
-        scored = (chosen >= 0) & (chosen < means.shape[2])
-        means, found = means.repeat_interleave(self.heads // self.kv_heads, 1), []
-        for here, picked in zip(q.split(TILE, dim=2), chosen.split(TILE, dim=2), strict=True):
-            logits = here @ means.mT * self.scale
-            found.append(logits.gather(-1, picked.clamp(0, means.shape[2] - 1)))
-        logits = torch.cat(found, dim=2).masked_fill(~scored, 0)
+        means = means.repeat_interleave(self.heads // self.kv_heads, 1)
+        parts = zip(q.split(TILE, dim=2), chosen.split(TILE, dim=2), place.split(TILE, dim=1), strict=True)
+        logits = torch.cat([checkpoint(self.logits, here, means, *told, use_reentrant=False) for here, *told in parts], dim=2)
         return logits - logits.detach()
+
+    def logits(self, q: Tensor, means: Tensor, chosen: Tensor, place: Tensor) -> Float[Tensor, "pieces heads q_time count"]:
+        """Of the chosen blocks before the query's own, whose mean tells of later tokens; 0 of others."""
+        index = chosen.clamp(0, means.shape[2] - 1).flatten(2).unsqueeze(-1).expand(-1, -1, -1, means.shape[3])
+        found = torch.unflatten(means.gather(2, index), 2, chosen.shape[2:])
+        earlier = (chosen >= 0) & (chosen < (place // self.block)[:, None, :, None])
+        return ((found * q.unsqueeze(3)).sum(-1) * self.scale).masked_fill(~earlier, 0)
 
     def init_parts(self, batch: int, **like: Any) -> dict[str, Tensor]:
         """Keys, values, and the means of complete blocks."""

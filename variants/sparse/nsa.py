@@ -92,6 +92,7 @@ class NSA(Sparse):
                 f"NSA: count={count} must leave room for what is always chosen: first_blocks={first_blocks} and local_blocks={local_blocks}"
             )
         self.block, self.count, self.window, self.straight_through = block, count, window, straight_through
+        self.exact_gradients = not straight_through
         self.first_blocks, self.local_blocks = first_blocks, local_blocks
         self.summaries = Summaries(compress_block, compress_stride)
         self.compress_k, self.compress_v = (
