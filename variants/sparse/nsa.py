@@ -259,7 +259,10 @@ class NSA(Sparse):
         weights = self.gates.weight.numel()
         keys = self.summaries.count(time)
         compression = sum(0 if module is None else module.flops(keys) for module in (self.compress_k, self.compress_v))
-        return self.projections.flops(time) + 2 * time * weights + compression + 4 * self.heads * self.head_dim * self.pairs(time)
+        pairs = 2 * self.pairs(time)
+        if self.straight_through:  # the keys that reach into a chosen block, once more
+            pairs += time * self.count * (self.block + self.summaries.block - self.summaries.stride) // self.summaries.stride
+        return self.projections.flops(time) + 2 * time * weights + compression + 2 * self.heads * self.head_dim * pairs
 
     def pairs(self, time: int) -> int:
         """Pairs of a query and a key in the three branches."""
