@@ -2,8 +2,8 @@
 
     y_i = sum_j exp(s_ij - lse_i) v_j        s_ij = scale q_i . k_j        over the slots j <= place_i of the blocks chosen for query i
 
-On a CPU compiled loops read keys and values where they lie; elsewhere, and without numba, the blocks of a tile of queries are gathered, and
-memory is that of one tile. What is not chosen is neither computed nor given a gradient. The backward pass computes the weights again from
+On a CPU large blocks are attended to one after another, by the queries that chose them (`variants.ops.inverted`); for others compiled loops
+read keys and values where they lie. Elsewhere, and without numba, the blocks of a tile of queries are gathered, and memory is that of one tile. What is not chosen is neither computed nor given a gradient. The backward pass computes the weights again from
 the log-sum-exp. In fp32 or better whatever the input's dtype, also under autocast; first derivatives only.
 """
 
@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from variants.ops import inverted
 from variants.ops.attention import Output
 from variants.ops.precision import without_autocast
 from variants.ops.threads import spread
@@ -64,6 +65,8 @@ def attend_blocks(
 @torch.library.custom_op("attnlab::attend_blocks", mutates_args=(), schema=f"({GIVEN}) -> (Tensor, Tensor)")
 def _attend(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, place: Tensor, size: int, scale: float, loops: bool) -> tuple[Tensor, Tensor]:
     """q, and the y that comes back, (batch, groups, shared, time, width)."""
+    if inverted.suits(q, k, chosen, place, size):
+        return inverted.forward(q, k, v, chosen, place, size, scale)
     y, lse = q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1])
     if loops:
         from variants.ops import gather_loops
@@ -89,7 +92,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, place: Tensor, size: int,
 @torch.library.custom_op(
     "attnlab::attend_blocks_backward",
     mutates_args=(),
-    schema=f"({GIVEN}, Tensor lse, Tensor delta, Tensor grad_y) -> (Tensor, Tensor, Tensor)",
+    schema=f"({GIVEN}, Tensor y, Tensor lse, Tensor grad_y, Tensor grad_lse) -> (Tensor, Tensor, Tensor)",
 )
 def _attend_backward(
     q: Tensor,
@@ -100,11 +103,16 @@ def _attend_backward(
     size: int,
     scale: float,
     loops: bool,
+    y: Tensor,
     lse: Tensor,
-    delta: Tensor,
     grad_y: Tensor,
+    grad_lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients by q, k and v. delta: y . grad_y less the gradient by lse."""
+    """Gradients by q, k and v."""
+    if inverted.suits(q, k, chosen, place, size):
+        return inverted.backward(q, k, v, chosen, place, size, scale, y, lse, grad_y, grad_lse)
+    # Where nothing is seen, there is nothing to differentiate; -inf would make NaN of it.
+    lse, delta = lse.clamp(min=torch.finfo(lse.dtype).min), (y * grad_y).sum(-1) - grad_lse
     grad_q = torch.zeros_like(q)
     if loops:
         from variants.ops import gather_loops
@@ -141,9 +149,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, grad_y: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
     *given, y, lse = ctx.saved_tensors
-    delta = (y * grad_y).sum(-1) - grad_lse
-    # Where nothing is seen, there is nothing to differentiate; -inf would make NaN of it.
-    grads = _attend_backward(*given, *ctx.told, lse.clamp(min=torch.finfo(lse.dtype).min), delta.contiguous(), grad_y.contiguous())
+    grads = _attend_backward(*given, *ctx.told, y, lse, grad_y.contiguous(), grad_lse.contiguous())
     return *grads, None, None, None, None, None
 
 

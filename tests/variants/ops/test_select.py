@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.variants import oracles
-from variants.ops import gathered, reference, select
+from variants.ops import gathered, inverted, reference, select
 from variants.ops.prefix import attend_prefix
 from variants.ops.straight_through import lifted
 
@@ -56,7 +56,17 @@ def test_nothing_flows_back_through_a_choice() -> None:
     assert not select.best(torch.ones(3, requires_grad=True), 2).requires_grad
 
 
-IMPLEMENTATIONS = [pytest.param(True, id="loops"), pytest.param(False, id="gathered")]
+@pytest.fixture(params=["loops", "gathered", "inverted"])
+def loops(request, monkeypatch) -> bool:
+    """Every way to attend to chosen blocks; by blocks, which small problems do not suit, in tiles of five."""
+    monkeypatch.setattr(inverted, "suits", in_line if request.param == "inverted" else lambda *_: False)
+    monkeypatch.setattr(inverted, "ROWS", 5)
+    return bool(request.param == "loops")
+
+
+def in_line(q: Tensor, k: Tensor, chosen: Tensor, place: Tensor, size: int) -> bool:
+    assert bool((place.diff() == 1).all())
+    return True
 
 
 def inputs(
@@ -73,7 +83,6 @@ def inputs(
     return [x.requires_grad_() for x in made], select.best(scores, count), place
 
 
-@pytest.mark.parametrize("loops", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("heads", "kv_heads", "groups"), [(4, 1, 1), (4, 2, 2), (4, 1, 4), (4, 4, 1), (6, 2, 6)])
 @pytest.mark.parametrize(("q_time", "k_time"), [(1, 1), (1, 9), (7, 7), (13, 17), (16, 16)])
 def test_chosen_blocks_are_attended_and_nothing_else(loops, heads, kv_heads, groups, q_time, k_time, monkeypatch) -> None:
@@ -98,7 +107,6 @@ def test_all_blocks_are_full_attention(attend) -> None:
     torch.testing.assert_close(attend(q, k, v, every, place, size=4).y, reference.attention(q, k, v))
 
 
-@pytest.mark.parametrize("loops", IMPLEMENTATIONS)
 def test_what_was_not_chosen_may_be_anything(loops) -> None:
     (q, k, v), chosen, place = inputs(4, 1, 1, 14, 14)
     chosen = chosen.masked_fill(chosen == 1, -1)
@@ -109,7 +117,6 @@ def test_what_was_not_chosen_may_be_anything(loops) -> None:
     assert not grads[1][:, :, 4:8].any() and not grads[2][:, :, 4:8].any()
 
 
-@pytest.mark.parametrize("loops", IMPLEMENTATIONS)
 def test_the_operator_is_what_torch_asks_of_operators(loops) -> None:
     (q, k, v), chosen, place = inputs(4, 2, 2, 5, 9)
     example = (torch.unflatten(q, 1, (2, 2)).contiguous(), k, v, chosen, place, 4, 0.3, loops)
@@ -123,6 +130,56 @@ def test_what_does_not_fit_is_refused_before_a_loop_reads_it(wrong, unchecked) -
     made[wrong] = made[wrong][..., :-1] if wrong in ("q", "k") else made[wrong][:, :, :-1] if wrong in ("v", "chosen") else place[:, :-1]
     with pytest.raises(ValueError, match="do not go together"):
         gathered.attend_blocks(**made, size=4, loops=True)
+
+
+def crowd(time: int = 300, size: int = 64, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], Tensor, Tensor]:
+    """One row that attention block by block suits: q, k and v, choices of two groups and places."""
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.randn(1, n, time, 16, generator=generator, dtype=dtype).requires_grad_() for n in (4, 2, 2)]
+    own, block = torch.arange(time)[:, None] // size, torch.arange(-(-time // size))
+    scores = torch.randn(1, 2, time, len(block), generator=generator)
+    scores = scores.masked_fill(block == own, math.inf).masked_fill(block > own, -math.inf)
+    assert inverted.suits(torch.unflatten(made[0], 1, (2, 2)), made[1], select.best(scores, 3), torch.arange(time)[None], size)
+    return made, select.best(scores, 3), torch.arange(time)[None]
+
+
+def test_large_blocks_are_attended_one_after_another() -> None:
+    made, chosen, place = crowd(dtype=torch.float64)
+    got, expected = (attend(*made, chosen, place, size=64) for attend in (gathered.attend_blocks, reference.attend_blocks))
+    torch.testing.assert_close(got.y, expected.y)
+    torch.testing.assert_close(got.lse, expected.lse)
+    oracles.same_gradients(got.y + got.lse.unsqueeze(-1), expected.y + expected.lse.unsqueeze(-1), made)
+
+
+@torch.no_grad()
+def test_what_later_queries_choose_changes_no_digit_of_an_earlier_one() -> None:
+    """The products of a block are of as many rows as chose it, unless something is done about it."""
+    made, chosen, place = crowd()
+    before = gathered.attend_blocks(*made, chosen, place, size=64)
+    for t in (65, 130, 200, 257, 299):
+        *others, choice = (x.clone() for x in (*made, chosen))
+        for tensor in others:
+            tensor[:, :, t:] *= 3
+        choice[:, :, t:, :2] = -1  # their own block alone
+        after = gathered.attend_blocks(*others, choice, place, size=64)
+        assert torch.equal(after.y[:, :, :t], before.y[:, :, :t]) and torch.equal(after.lse[:, :, :t], before.lse[:, :, :t]), t
+
+
+def test_queries_that_do_not_stand_side_by_side_are_attended_for_all_that() -> None:
+    made, chosen, place = crowd(dtype=torch.float64)
+    for moved in (place.clamp(max=250), place // 2, place + 1, place - 1):
+        assert not inverted.suits(torch.unflatten(made[0], 1, (2, 2)), made[1], chosen, moved, 64)
+        got, expected = (attend(*made, chosen, moved, size=64) for attend in (gathered.attend_blocks, reference.attend_blocks))
+        torch.testing.assert_close(got.y, expected.y)
+
+
+def test_equal_calls_are_equal_to_the_last_digit() -> None:
+    made, chosen, place = crowd()
+    runs = []
+    for _ in range(3):
+        y = gathered.attend_blocks(*made, chosen, place, size=64).y
+        runs.append([y, *torch.autograd.grad(y, made, torch.ones_like(y))])
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
 
 
 def test_one_thread_or_many_is_the_same(monkeypatch) -> None:
