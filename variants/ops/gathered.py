@@ -3,8 +3,9 @@
     y_i = sum_j exp(s_ij - lse_i) v_j        s_ij = scale q_i . k_j        over the slots j <= place_i of the blocks chosen for query i
 
 On a CPU large blocks are attended to one after another, by the queries that chose them (`variants.ops.inverted`); for others compiled loops
-read keys and values where they lie. Elsewhere, and without numba, the blocks of a tile of queries are gathered, and memory is that of one tile. What is not chosen is neither computed nor given a gradient. The backward pass computes the weights again from
-the log-sum-exp. In fp32 or better whatever the input's dtype, also under autocast; first derivatives only.
+read keys and values where they lie. Elsewhere, and without numba, the blocks of a tile of queries are gathered, and memory is that of one
+tile. What is not chosen is neither computed nor given a gradient. The backward pass computes the weights again from the log-sum-exp.
+In fp32 or better whatever the input's dtype, also under autocast; first derivatives only.
 """
 
 from __future__ import annotations

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from variants.ops import cpu_kernel
+
 #: Numbers of queries gathered at once (2 MB in fp32).
 TILE = 2**19
 #: Places in a tile, at most. More are filled up with more, and in fewer the kernel is no slower.
@@ -24,13 +26,10 @@ ROWS = 256
 #: The smallest block, and the fewest queries that choose a block on average, for which the kernel is faster than a loop over queries.
 SMALLEST, FEWEST = 64, 128
 
-_attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
 
 def suits(q: Tensor, k: Tensor, chosen: Tensor, place: Tensor, size: int) -> bool:
     """Whether this is the faster way: on a CPU, with large blocks that many choose, and queries that stand side by side."""
-    if q.device.type != "cpu" or size < SMALLEST or q.shape[3] < size or _rows(q, k, chosen, size) < FEWEST:
+    if q.device.type != "cpu" or not cpu_kernel.usable() or size < SMALLEST or q.shape[3] < size or _rows(q, k, chosen, size) < FEWEST:
         return False
     in_line = (place == place[:, :1] + torch.arange(place.shape[1])).all() & (place[:, 0] >= 0).all() & (place[:, -1] < k.shape[2]).all()
     return bool(in_line)
@@ -43,7 +42,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, place: Tensor, size
     # One place more than there are queries: what fills up a tile goes there.
     y, lse = q.new_zeros(len(queries) + 1, out), q.new_full((len(queries) + 1,), -torch.inf)
     for tile in _tiles(q, k, chosen, place, size):
-        found, norm = _attend(tile.of(queries), tile.looks(keys), tile.looks(values), 0.0, tile.own, scale=scale)
+        found, norm = cpu_kernel.attend(tile.of(queries), tile.looks(keys), tile.looks(values), causal=tile.own, scale=scale)
         found, norm, at = found[..., :out].flatten(0, 2), norm.flatten(), tile.target.flatten()
         if not tile.own:  # those came first
             before = lse[at]
@@ -81,7 +80,7 @@ def backward(
     grad_k, grad_v = torch.zeros_like(keys), torch.zeros_like(values)
     for tile in _tiles(q, k, chosen, place, size):
         told = (tile.of(arriving), tile.of(queries), tile.looks(keys), tile.looks(values), tile.of(y), norm[tile.target])
-        by_q, by_k, by_v = _backward(*told, 0.0, tile.own, scale=scale)
+        by_q, by_k, by_v = cpu_kernel.gradients(*told, causal=tile.own, scale=scale)
         at, by_q = tile.target.flatten(), by_q[..., :width].flatten(0, 2)
         grad_q.index_copy_(0, at, by_q if tile.own else by_q.add_(grad_q.index_select(0, at)))
         grad_k.index_add_(0, tile.block, by_k.squeeze(1))

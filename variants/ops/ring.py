@@ -13,7 +13,7 @@ ahead. Partial outputs and travelling gradients are in fp32 or better; first der
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from variants.ops import softmax
+from variants.ops import cpu_kernel, softmax
 from variants.ops.attention import CAUSAL, Bias, Fade, Output, Sight, merge
 from variants.ops.precision import without_autocast
 from variants.ops.ranks import Parcel, Ring
@@ -168,7 +168,7 @@ class _Ring(torch.autograd.Function):
             for pair in _pairs(ring, step):
                 tensors = _tensors(queries[pair.place], fades[pair.place], parcels[pair.parcel], pair.span)
                 for part in plan.between(pair, q.device):
-                    seen = softmax.forward(part, tensors, None, parameters)
+                    seen = _forward(part, tensors, parameters)
                     before = found[pair.place]
                     found[pair.place] = seen if before is None else merge(before, seen)
         y, lse = (torch.cat(parts, dim=2) for parts in zip(*(part for part in found if part is not None), strict=True))
@@ -184,6 +184,8 @@ class _Ring(torch.autograd.Function):
         ring, wide = plan.ring, y.dtype
         fades, moving = _faded(ring, a), [k, v, *_there(b)]
         queries, arriving, norms, excesses = (ring.pieces(x, 2) for x in (q.to(wide), dy, lse, (dy * y).sum(-1) - dlse))
+        # The kernel makes the excess of the outputs, and knows no gradient by the log-sum-exp.
+        outputs = [None for _ in queries] if dlse.any() else ring.pieces(y, 2)
         grown = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, wide)) for x in parameters]
         dq, da = torch.zeros_like(q, dtype=wide), None if a is None else torch.zeros_like(a)
         by_queries, by_fades = ring.pieces(dq, 2), _faded(ring, da)
@@ -194,7 +196,7 @@ class _Ring(torch.autograd.Function):
                 here = pair.place
                 tensors = _tensors(queries[here], fades[here], parcels[pair.parcel], pair.span)
                 for part in plan.between(pair, q.device):
-                    by, more = softmax.backward(part, tensors, parameters, arriving[here], norms[here], excesses[here])
+                    by, more = _backward(part, tensors, parameters, outputs[here], arriving[here], norms[here], excesses[here])
                     sums = (by_queries[here], *(x[:, :, pair.span] for x in totals[pair.parcel]), *_there(by_fades[here]), *grown)
                     for total, share in zip(sums, (by[0], by[1], by[2], *_there(by[4]), *_there(by[3]), *more), strict=True):
                         assert share is not None
@@ -203,6 +205,37 @@ class _Ring(torch.autograd.Function):
         dk, dv, *db = (torch.cat(parts, dim=2) for parts in zip(*totals, strict=True))
         by_parameters = (g.to(x.dtype) for g, x in zip(grown, parameters, strict=True))
         return None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), da, db[0] if db else None, *by_parameters
+
+
+def _forward(plan: softmax.Plan, tensors: softmax.Tensors, parameters: Sequence[Tensor]) -> Output:
+    """Attention between two slices, by torch's kernel where that has all it takes."""
+    q, k, v, *_ = tensors
+    if not _plain(plan, tensors):
+        return softmax.forward(plan, tensors, None, parameters)
+    return cpu_kernel.attend(q, k.to(q.dtype), v.to(q.dtype), causal=plan.sight.causal, scale=plan.scale)
+
+
+def _backward(
+    plan: softmax.Plan,
+    tensors: softmax.Tensors,
+    parameters: Sequence[Tensor],
+    y: Tensor | None,
+    dy: Tensor,
+    lse: Tensor,
+    excess: Tensor,
+) -> tuple[softmax.Tensors, list[Tensor]]:
+    """`softmax.backward`, by torch's kernel where that has all it takes."""
+    q, k, v, *_ = tensors
+    if y is None or not _plain(plan, tensors):
+        return softmax.backward(plan, tensors, parameters, dy, lse, excess)
+    by = cpu_kernel.gradients(dy, q, k.to(q.dtype), v.to(q.dtype), y, lse, causal=plan.sight.causal, scale=plan.scale)
+    return (*by, None, None), []
+
+
+def _plain(plan: softmax.Plan, tensors: softmax.Tensors) -> bool:
+    q, _, v, fade, _ = tensors
+    wanted = plan.bias is not None or fade is not None or not plan.sight.plain or v.shape[-1] != q.shape[-1]
+    return q.device.type == "cpu" and not wanted and cpu_kernel.usable()
 
 
 def _there(x: Tensor | None) -> list[Tensor]:

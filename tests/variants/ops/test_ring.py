@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from variants.ops import reference, ring
+from variants.ops import cpu_kernel, reference, ring
 from variants.ops.attention import CAUSAL, Bias, Fade, Sight
 from variants.ops.ranks import Ring, Simulated
 
@@ -155,3 +155,16 @@ def test_what_comes_before_a_slice_is_found_across_slices_shorter_than_it() -> N
         start = held.span(number).start
         assert found.flatten().tolist() == ([0.0] * 3 + list(range(1, start + 1)))[-3:]
     torch.testing.assert_close(held.sums(held.part(row)), held.part(row.cumsum(1)))
+
+
+def test_torchs_kernel_does_what_is_relied_on_and_the_ring_does_without_it(monkeypatch) -> None:
+    assert cpu_kernel.usable()
+    tensors, held = [x[..., :6] for x in problem(TIME)], Ring(Simulated(3), TIME)
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    results = []
+    for usable in (True, False):
+        monkeypatch.setattr(cpu_kernel, "usable", lambda usable=usable: usable)
+        y = whole(ring.attention(*(split(x, held) for x in leaves), held), held)
+        results.append((y, torch.autograd.grad(y.square().sum(), leaves)))
+    for mine, right in zip((results[0][0], *results[0][1]), (results[1][0], *results[1][1]), strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-11, atol=1e-11)
