@@ -11,6 +11,9 @@ from numba import njit
 
 from variants.ops.loops import LOOPS, exp
 
+#: Bits that are looked at together in the search for the score to reach.
+DIGIT = 11
+
 
 @njit(**LOOPS)
 @no_type_check
@@ -42,6 +45,62 @@ def best(first, end, scores, chosen):
             chosen[row, at] = value
         for n in range(filled, count):
             chosen[row, n] = -1
+
+
+@njit(**LOOPS)
+@no_type_check
+def best_of_many(first, end, scores, bits, chosen, broken):
+    """The same for counts that are no longer kept in order; the score to reach is found digit by digit, the highest first.
+
+    bits: the scores, read as whole numbers. broken: set to 1 for a row in which something is no number.
+    """
+    candidates, count = scores.shape[1], chosen.shape[1]
+    order, left, here = np.empty(candidates, bits.dtype), np.empty(candidates, bits.dtype), np.zeros(1 << DIGIT, np.int64)
+    picked = np.empty(min(count, candidates) + 1, np.int64)
+    width, one = 8 * scores.itemsize, bits.dtype.type(1)
+    low = (one << (width - 1)) - one
+    nothing = -low - one
+    for row in range(first, end):
+        seen, wrong = 0, 0
+        for n in range(candidates):
+            wrong += scores[row, n] != scores[row, n]
+            seen += scores[row, n] > -np.inf
+        broken[row] = wrong > 0
+        for n in range(candidates):
+            # Whole numbers that are ordered as the scores are, the same for both zeros, and the least one for what may not be chosen.
+            b = bits[row, n]
+            b = (b ^ low) + one if b < 0 else b
+            order[n] = b if scores[row, n] > -np.inf else nothing
+        least, equals = nothing + one, candidates
+        if seen > count:
+            need, kept, many, shift = count, order, candidates, width
+            offset, least = 1 << (DIGIT - 1), bits.dtype.type(0)
+            while shift > 0:
+                digit = min(DIGIT, shift)
+                shift -= digit
+                mask = (1 << digit) - 1
+                here[:] = 0
+                for n in range(many):
+                    here[((kept[n] >> shift) + offset) & mask] += 1
+                value = mask
+                while here[value] < need:
+                    need -= here[value]
+                    value -= 1
+                least |= bits.dtype.type(value - offset) << shift
+                size = 0
+                for n in range(many):
+                    left[size] = kept[n]
+                    size += ((kept[n] >> shift) + offset) & mask == value
+                kept, many, offset = left, size, 0
+            equals = need
+        filled = 0
+        for n in range(candidates):  # without branches, which nothing could predict
+            picked[filled] = n
+            equal = (order[n] == least) & (equals > 0)
+            filled += (order[n] > least) | equal
+            equals -= equal
+        for n in range(count):
+            chosen[row, n] = picked[n] if n < filled else -1
 
 
 @njit(**LOOPS)

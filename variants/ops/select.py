@@ -8,7 +8,6 @@ larger than NaN depends on who asks. Time O(candidates) a row, no gradients: wha
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from variants import implementations
 
-#: The most that the compiled loop keeps in order by insertion; beyond, torch's own search is faster.
+#: The most that are kept in order by insertion.
 INSERTED = 64
 
 
@@ -26,18 +25,34 @@ def best(scores: Float[Tensor, "*shape candidates"], count: int) -> Int[Tensor, 
     if count < 1:
         raise ValueError(f"count must be at least 1; got {count}")
     scores = scores.detach()
-    if scores.isnan().any():
+    looped = scores.device.type == "cpu" and type(scores) is Tensor and scores.dtype in (torch.float32, torch.float64)
+    if looped and (loops := _loops()) is not None:
+        found, broken = _in_loops(scores, count, loops)
+    else:
+        found, broken = _by_threshold(scores, count), bool(scores.isnan().any())
+    if broken:
         raise ValueError("a score to select by is NaN; what is chosen would depend on the order of comparison")
-    loop = _loop() if scores.device.type == "cpu" and count <= INSERTED and type(scores) is Tensor else None
-    if loop is None or scores.dtype not in (torch.float32, torch.float64):
-        return _by_threshold(scores, count)
+    return found
+
+
+def _in_loops(scores: Float[Tensor, "*shape candidates"], count: int, loops: Any) -> tuple[Int[Tensor, "*shape count"], bool]:
+    """What is chosen, and whether a score is NaN."""
     from variants.ops.threads import spread
 
     rows = scores.reshape(-1, scores.shape[-1]).contiguous()
     chosen = torch.empty(len(rows), count, dtype=torch.int64)
-    told = (rows.numpy(), chosen.numpy())
-    spread(lambda first, end: loop(first, end, *told), len(rows), parallel=rows.numel() >= 2**18)
-    return chosen.view(*scores.shape[:-1], count)
+    parallel = rows.numel() >= 2**18
+    if count <= INSERTED:
+        broken = bool(scores.isnan().any())
+        told = (rows.numpy(), chosen.numpy())
+        spread(lambda first, end: loops.best(first, end, *told), len(rows), parallel=parallel)
+    else:
+        wrong = torch.zeros(len(rows), dtype=torch.uint8)
+        bits = rows.view(torch.int32 if rows.dtype == torch.float32 else torch.int64)
+        more = (rows.numpy(), bits.numpy(), chosen.numpy(), wrong.numpy())
+        spread(lambda first, end: loops.best_of_many(first, end, *more), len(rows), parallel=parallel)
+        broken = bool(wrong.any())
+    return chosen.view(*scores.shape[:-1], count), broken
 
 
 def _by_threshold(scores: Float[Tensor, "*shape candidates"], count: int) -> Int[Tensor, "*shape count"]:
@@ -60,11 +75,10 @@ def _by_threshold(scores: Float[Tensor, "*shape candidates"], count: int) -> Int
 
 
 @functools.cache
-def _loop() -> Callable[..., Any] | None:
-    """The compiled search, if numba is usable."""
+def _loops() -> Any:
+    """The compiled searches, if numba is usable."""
     if implementations.usable("numba") is not None:
         return None
     from variants.ops import gather_loops
 
-    loop: Callable[..., Any] = gather_loops.best
-    return loop
+    return gather_loops

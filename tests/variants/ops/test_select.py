@@ -45,9 +45,29 @@ def test_many_are_chosen_as_well_as_few_whatever_the_shape(count) -> None:
     assert torch.equal(select.best(scores.bfloat16().float(), count), select._by_threshold(scores.bfloat16(), count))
 
 
-def test_what_is_no_number_is_refused() -> None:
-    with pytest.raises(ValueError, match="NaN"):
-        select.best(torch.tensor([1.0, math.nan]), 1)
+@given(scores=SCORES, count=st.integers(1, 9))
+def test_digit_by_digit_the_same_are_chosen(scores, count) -> None:
+    expected = torch.tensor([by_hand(row, count) for row in scores])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(select, "INSERTED", 0)
+        for dtype in (torch.float32, torch.float64):
+            assert torch.equal(select.best(torch.tensor(scores, dtype=dtype), count), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_every_digit_of_a_score_counts(dtype) -> None:
+    """Neighbouring numbers of either sign, and ties at the score to reach."""
+    near = torch.arange(-100, 100).to(dtype) * torch.finfo(dtype).eps
+    for base in (1.0, -1.0, 0.0, 1e-30, -1e30):
+        row = (base + near)[torch.randperm(200, generator=torch.Generator().manual_seed(0))]
+        assert select.best(row, 90).tolist() == by_hand(row.tolist(), 90)
+
+
+@pytest.mark.parametrize("count", [1, 65])
+def test_what_is_no_number_is_refused(count) -> None:
+    for wrong in (math.nan, -math.nan):
+        with pytest.raises(ValueError, match="NaN"):
+            select.best(torch.tensor([1.0, wrong] * 70), count)
     with pytest.raises(ValueError, match="at least 1; got 0"):
         select.best(torch.ones(3), 0)
 
