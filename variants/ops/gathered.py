@@ -3,9 +3,10 @@
     y_i = sum_j exp(s_ij - lse_i) v_j        s_ij = scale q_i . k_j        over the slots j <= place_i of the blocks chosen for query i
 
 On a CPU large blocks are attended to one after another, by the queries that chose them (`variants.ops.inverted`); for others compiled loops
-read keys and values where they lie. Elsewhere, and without numba, the blocks of a tile of queries are gathered, and memory is that of one
-tile. What is not chosen is neither computed nor given a gradient. The backward pass computes the weights again from the log-sum-exp.
-In fp32 or better whatever the input's dtype, also under autocast; first derivatives only.
+read keys and values where they lie, for several heads at once where they share them (`variants.ops.lane_loops`). Elsewhere, and without
+numba, the blocks of a tile of queries are gathered, and memory is that of one tile. What is not chosen is neither computed nor given a
+gradient. The backward pass computes the weights again from the log-sum-exp. In fp32 or better whatever the input's dtype, also under
+autocast; first derivatives only.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.flop_counter import register_flop_formula
 
 from variants.ops import inverted
@@ -28,6 +30,8 @@ TILE = 2**22
 #: Into how many parts all queries are cut for the backward pass, each with gradients of keys and values of its own, which are added up in
 #: one order whatever the number of threads.
 PARTS = 8
+#: Query heads that share keys from which on they are worth registers of their own.
+SHARED = 3
 #: Products below which a second thread costs more than it brings.
 WORTH = 2**18
 
@@ -72,6 +76,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, place: Tensor, size
     if loops:
         from variants.ops import gather_loops
 
+        if q.shape[2] >= SHARED:
+            return _in_lanes(q, k, v, chosen, place, size, scale)
         given = [x.detach().numpy() for x in (q, k, v, chosen, place)]
         told = (*given, size, q.new_tensor(scale).numpy()[()], y.numpy(), lse.numpy())
         tasks = q.shape[0] * q.shape[1] * q.shape[3]
@@ -83,6 +89,61 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, place: Tensor, size
         lse[..., tile] = part.alone(logits.logsumexp(-1))
         y[..., tile, :] = part.alone(part.weights(logits, logits.logsumexp(-1)) @ part.values)
     return y, lse
+
+
+def _in_lanes(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, place: Tensor, size: int, scale: float) -> tuple[Tensor, Tensor]:
+    """The compiled loops for heads that share keys."""
+    from variants.ops import lane_loops
+
+    shared, out = q.shape[2], v.shape[3]
+    wide, parallel = filled(q), _worth(q, chosen, size)
+    y, lse = wide.new_empty(*wide.shape[:-1], out + -out % 32), wide.new_empty(wide.shape[:-1])
+    told = (*_laned(wide, k, v, chosen, place, size, scale), y.numpy(), lse.numpy())
+    tasks = q.shape[0] * q.shape[1] * -(-q.shape[3] // lane_loops.QUERIES)
+    spread(lambda first, end: lane_loops.forward(first, end, *told), tasks, parallel=parallel)
+    return y[:, :, :shared, :, :out].contiguous(), lse[:, :, :shared].contiguous()
+
+
+def _laned(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, place: Tensor, size: int, scale: float) -> tuple[Any, ...]:
+    """What both loops are told, of which q is filled up."""
+    tables = (filled(x).detach().flatten().numpy() for x in (k, v))
+    return q.detach().numpy(), *tables, k.shape[1], chosen.numpy(), place.numpy(), size, q.new_tensor(scale).numpy()[()]
+
+
+def _backward_in_lanes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    chosen: Tensor,
+    place: Tensor,
+    size: int,
+    scale: float,
+    lse: Tensor,
+    delta: Tensor,
+    grad_y: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Their gradients."""
+    from variants.ops import lane_loops
+
+    wide, parts = filled(q), -(-PARTS // (q.shape[0] * q.shape[1]))
+    sums = (pad(x, (0, 0, 0, wide.shape[2] - q.shape[2])).numpy() for x in (lse, delta))
+    grad_q, grad_k, grad_v = torch.empty_like(wide), *(_copies(x, parts * (q.shape[1] // k.shape[1])) for x in (k, v))
+    grads = (x.numpy() for x in (grad_q, grad_k.flatten(1), grad_v.flatten(1)))
+    told = (*_laned(wide, k, v, chosen, place, size, scale), *sums, filled(grad_y).numpy(), *grads)
+    tasks = q.shape[0] * q.shape[1] * parts
+    spread(lambda first, end: lane_loops.backward(first, end, parts, *told), tasks, parallel=_worth(q, chosen, size))
+    by_k, by_v = (total.sum(0)[..., : x.shape[3]].contiguous() for total, x in ((grad_k, k), (grad_v, v)))
+    return grad_q[:, :, : q.shape[2], :, : q.shape[4]].contiguous(), by_k, by_v
+
+
+def filled(x: Tensor) -> Tensor:
+    """Widths filled up with 0 to a multiple of what two registers hold, and the heads that share keys, if there are, to one of four."""
+    return pad(x, (0, -x.shape[-1] % 32, *((0, 0, 0, -x.shape[2] % 4) if x.ndim == 5 else ()))).contiguous()
+
+
+def _copies(x: Tensor, count: int) -> Tensor:
+    """So many gradients of a filled table, 0."""
+    return x.new_zeros(count, *x.shape[:-1], x.shape[-1] + -x.shape[-1] % 32)
 
 
 @_attend.register_fake
@@ -118,6 +179,8 @@ def _attend_backward(
     if loops:
         from variants.ops import gather_loops
 
+        if q.shape[2] >= SHARED:
+            return _backward_in_lanes(q, k, v, chosen, place, size, scale, lse, delta, grad_y)
         parts = -(-PARTS // (q.shape[0] * q.shape[1]))
         copies = parts * (q.shape[1] // k.shape[1])
         grad_k, grad_v = (x.new_zeros(copies, *x.shape) for x in (k, v))
