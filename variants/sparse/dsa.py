@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from registry import variants
 from variants.cache import Slots
 from variants.contract import Context, State, extent
-from variants.ops import select
+from variants.ops import indexer, select
 from variants.sparse.layer import Sparse, places
 from variants.sparse.pieces import Pieces
 
@@ -107,6 +107,10 @@ class DSA(Sparse):
         weights = rearrange(self.index_weights(x), "batch time heads -> batch heads time 1") * self.index_heads**-0.5
         return queries, keys, weights
 
+    def looped(self, x: Tensor) -> bool:
+        """Whether compiled loops run."""
+        return self.implementation == "numba" and x.device.type == "cpu"
+
     def scored(self, q: Tensor, k: Tensor, weight: Tensor) -> Tensor:
         """I, (pieces, q_time, keys), in fp32 or better; k: (pieces, 1, keys, head_dim), or (pieces, q_time, keys, head_dim) a query."""
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -119,13 +123,18 @@ class DSA(Sparse):
     @torch.no_grad()
     def choose(self, q: Tensor, k: Tensor, weight: Tensor, place: Int[Tensor, "pieces q_time"]) -> Int[Tensor, "pieces 1 q_time count"]:
         """The tokens of highest score that do not follow."""
-        found = []
-        for here, at, factor in zip(q.split(TILE, dim=2), place.split(TILE, dim=1), weight.split(TILE, dim=2), strict=True):
+        wide = torch.promote_types(q.dtype, torch.float32)
+        found = place.new_empty(*place.shape, self.count)  # written part by part: all of it twice would be the largest thing here
+        parts = (q.split(TILE, dim=2), place.split(TILE, dim=1), weight.split(TILE, dim=2), found.split(TILE, dim=1))
+        for here, at, factor, chosen in zip(*parts, strict=True):
             seen = min(int(at.max()) + 1, k.shape[2])
-            scores = self.scored(here, k[:, :, :seen], factor)
-            scores = scores.masked_fill(torch.arange(seen, device=q.device) > at.unsqueeze(-1), -math.inf)
-            found.append(select.best(scores, self.count))
-        return torch.cat(found, dim=1).unsqueeze(1)
+            if self.looped(q):
+                scores = indexer.scores(here.to(wide), k[:, :, :seen].to(wide), factor.to(wide), at)
+            else:
+                scores = self.scored(here, k[:, :, :seen], factor)
+                scores = scores.masked_fill(torch.arange(seen, device=q.device) > at.unsqueeze(-1), -math.inf)
+            chosen.copy_(select.best(scores, self.count))
+        return found.unsqueeze(1)
 
     def divergence(
         self, attention: tuple[Tensor, Tensor, Tensor], index: tuple[Tensor, Tensor, Tensor], chosen: Tensor, pieces: Pieces
@@ -134,6 +143,9 @@ class DSA(Sparse):
         q, k, lse = (part.detach() for part in attention)
         index_q, index_k, weight = index
         valid = torch.arange(q.shape[2], device=q.device) < pieces.count[:, None]
+        if self.looped(q) and self.stage == "sparse":
+            total = indexer.divergence(q, k, lse, *index, chosen[:, 0], valid, scale=self.scale)
+            return total / valid.sum().clamp(min=1)
         total = q.new_zeros((), dtype=lse.dtype)
         for first in range(0, q.shape[2], TILE):
             here = slice(first, first + TILE)
