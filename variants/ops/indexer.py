@@ -37,9 +37,10 @@ def scores(
     (pieces, heads, queries, width), slots = q.shape, k.shape[2]
     found, factor, at = q.new_empty(pieces, queries, slots), (weight.squeeze(-1) * width**-0.5).contiguous(), place.contiguous()
     rows, span = q.reshape(pieces, heads * queries, width), max(256, NUMBERS // (pieces * heads * queries))
-    for start in range(0, slots, span):
-        fits = (rows @ k[:, 0, start : start + span].mT).view(pieces, heads, queries, -1)
-        _score(fits, factor, at, start, found)
+    with without_autocast(q):
+        for start in range(0, slots, span):
+            fits = (rows @ k[:, 0, start : start + span].mT).view(pieces, heads, queries, -1)
+            _score(fits, factor, at, start, found)
     return found
 
 

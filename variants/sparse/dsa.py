@@ -26,6 +26,7 @@ from registry import variants
 from variants.cache import Slots
 from variants.contract import Context, State, extent
 from variants.ops import indexer, select
+from variants.ops.precision import without_autocast
 from variants.sparse.layer import Sparse, places
 from variants.sparse.pieces import Pieces
 
@@ -115,10 +116,11 @@ class DSA(Sparse):
         """I, (pieces, q_time, keys), in fp32 or better; k: (pieces, 1, keys, head_dim), or (pieces, q_time, keys, head_dim) a query."""
         wide = torch.promote_types(q.dtype, torch.float32)
         q, k, weight = q.to(wide), k.to(wide), weight.to(wide)
-        if k.shape[1] == 1:
-            return (relu(q @ k.mT * self.head_dim**-0.5) * weight).sum(1)
-        each = relu(q.transpose(1, 2) @ k.mT * self.head_dim**-0.5)  # (pieces, q_time, index_heads, keys)
-        return (each * weight.transpose(1, 2)).sum(2)
+        with without_autocast(q):  # what is chosen would depend on its rounding
+            if k.shape[1] == 1:
+                return (relu(q @ k.mT * self.head_dim**-0.5) * weight).sum(1)
+            each = relu(q.transpose(1, 2) @ k.mT * self.head_dim**-0.5)  # (pieces, q_time, index_heads, keys)
+            return (each * weight.transpose(1, 2)).sum(2)
 
     @torch.no_grad()
     def choose(self, q: Tensor, k: Tensor, weight: Tensor, place: Int[Tensor, "pieces q_time"]) -> Int[Tensor, "pieces 1 q_time count"]:

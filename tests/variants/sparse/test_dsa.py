@@ -146,3 +146,14 @@ def test_a_cache_agrees_at_every_length() -> None:
 def test_wrong_options_say_what_would_be_right(options, message) -> None:
     with pytest.raises(ValueError, match=message):
         build(**options)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("impl", ["numba", "torch"])
+def test_autocast_does_not_round_what_is_chosen_by(impl) -> None:
+    mixer, x = build(impl=impl).float(), tokens().float()
+    index = mixer.indexer(x)
+    place = torch.arange(23).expand(2, 23)
+    expected = mixer.choose(*index, place)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(mixer.choose(*index, place), expected)
