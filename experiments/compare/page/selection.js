@@ -1,4 +1,4 @@
-// Draws what a model chose: keys from left to right, queries from top to bottom, a cell the darker the more heads chose it.
+// Draws what a model chose: keys from left to right, queries from top to bottom, a cell is the darker the more heads chose it.
 "use strict";
 
 const selection = (() => {
@@ -13,7 +13,7 @@ const selection = (() => {
     const wide = found.queries > 1 || found.layers.some((layer) => layer.keys > layer.block);
     const rows = wide ? ` A row averages ${tokens(found.queries)}, a column ${[...new Set(found.layers.map((layer) => tokens(layer.keys)))].join(" or ")}.` : "";
     const rings = found.answers.some((place) => place !== null) ? ", and in its row a ring where its answer stands" : "";
-    return `Shade: by how many of the heads that choose for themselves a query's keys were chosen.${rows} On the diagonal a cross marks each scored token${rings}.`;
+    return `Shade: the share of heads, or of groups of heads that choose together, that chose the keys for the query.${rows} On the diagonal a cross marks each scored token${rings}.`;
   }
 
   function draw(id, found, layer) {
