@@ -74,7 +74,7 @@ def chosen(model: Decoder, tokens: Int[Tensor, "1 time"], precision: str = "fp32
             part = int(parts[0]) if parts else 0
             size = 1 if kind == "tokens" else block_size(model.mixers()[int(layer)], part)
             keys = bin_size(tokens.shape[1], size)
-            shares = binned(shared(value[0], -(-tokens.shape[1] // size)), bin_size(tokens.shape[1], 1), keys // size)
+            shares = binned(value[0], -(-tokens.shape[1] // size), bin_size(tokens.shape[1], 1), keys // size)
             percent = (100 * shares).round().to(torch.int64).tolist()
             found.append({"layer": int(layer), "part": part, "block": size, "keys": keys, "percent": percent})
     return found
@@ -90,18 +90,11 @@ def bin_size(time: int, block: int) -> int:
     return block * -(-time // (block * BINS))
 
 
-def shared(chosen: Int[Tensor, "heads time count"], blocks: int) -> Float[Tensor, "time blocks"]:
-    """By which share of the heads each query chose each block; -1 is none."""
-    hits = torch.zeros(*chosen.shape[:2], blocks + 1, device=chosen.device)
-    hits.scatter_(2, torch.where(chosen < 0, blocks, chosen), 1.0)
-    return hits[..., :blocks].mean(0)
-
-
-def binned(shares: Float[Tensor, "time blocks"], queries: int, blocks: int) -> Float[Tensor, "query_bins key_bins"]:
-    """Means over so many queries and blocks; the last of each may be fewer."""
-    for count in (queries, blocks):
-        shares = torch.stack([part.mean(0) for part in shares.split(count)]).T
-    return shares
+def binned(chosen: Int[Tensor, "heads time count"], blocks: int, queries: int, together: int) -> Float[Tensor, "query_bins key_bins"]:
+    """How often a head chose a block, means over bins of so many queries and so many blocks; -1 is none. The last bins may be smaller."""
+    parts = chosen.split(queries, dim=1)
+    rows = torch.stack([torch.bincount(part[part >= 0], minlength=blocks) / (part.shape[0] * part.shape[1]) for part in parts])
+    return torch.stack([columns.mean(1) for columns in rows.split(together, dim=1)], dim=1)
 
 
 def asked(examples: Examples) -> dict[str, list[Any]]:
