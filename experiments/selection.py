@@ -32,6 +32,8 @@ from variants.contract import Mixer
 #: Bins of queries, and of keys, in a map: more are not seen on a page, and would make it large.
 BINS = 128
 INDEX = 0
+#: What a mixer may say that it chose.
+KINDS = ("blocks", "tokens")
 
 
 def write(directory: Path, model: Decoder, task: Task, *, device: str = "cpu", precision: str = "fp32") -> None:
@@ -70,9 +72,9 @@ def chosen(model: Decoder, tokens: Int[Tensor, "1 time"], precision: str = "fp32
     found = []
     for name, value in aux.items():
         kind, *parts, layer = name.split("/")
-        if kind in ("blocks", "tokens"):
-            part = int(parts[0]) if parts else 0
-            size = 1 if kind == "tokens" else block_size(model.mixers()[int(layer)], part)
+        part = int(parts[0]) if kind in KINDS and parts else 0
+        size = block_size(model.mixers()[int(layer)], part, kind)
+        if size is not None and value.ndim == 4 and not value.is_floating_point():
             keys = bin_size(tokens.shape[1], size)
             shares = binned(value[0], -(-tokens.shape[1] // size), bin_size(tokens.shape[1], 1), keys // size)
             percent = (100 * shares).round().to(torch.int64).tolist()
@@ -80,9 +82,10 @@ def chosen(model: Decoder, tokens: Int[Tensor, "1 time"], precision: str = "fp32
     return found
 
 
-def block_size(mixer: Mixer, part: int) -> int:
-    """Tokens in a block of a mixer, or of one of its parts."""
-    return int(getattr(getattr(mixer, "mixers", [mixer])[part], "block"))  # noqa: B009 (Mixer itself has no blocks)
+def block_size(mixer: Mixer, part: int, kind: str) -> int | None:
+    """Tokens in what a mixer, or one of its parts, says that it chose; None where it says something else."""
+    size = getattr(getattr(mixer, "mixers", [mixer])[part], "block", None) if kind == "blocks" else 1
+    return size if kind in KINDS and isinstance(size, int) else None
 
 
 def bin_size(time: int, block: int) -> int:
@@ -93,7 +96,7 @@ def bin_size(time: int, block: int) -> int:
 def binned(chosen: Int[Tensor, "heads time count"], blocks: int, queries: int, together: int) -> Float[Tensor, "query_bins key_bins"]:
     """How often a head chose a block, means over bins of so many queries and so many blocks; -1 is none. The last bins may be smaller."""
     parts = chosen.split(queries, dim=1)
-    rows = torch.stack([torch.bincount(part[part >= 0], minlength=blocks) / (part.shape[0] * part.shape[1]) for part in parts])
+    rows = torch.stack([torch.bincount(part[part >= 0], minlength=blocks)[:blocks] / (part.shape[0] * part.shape[1]) for part in parts])
     return torch.stack([columns.mean(1) for columns in rows.split(together, dim=1)], dim=1)
 
 

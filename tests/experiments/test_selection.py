@@ -11,7 +11,7 @@ import torch
 import registry
 from experiments import selection
 from experiments.config import resolve, without
-from experiments.model import build
+from experiments.model import DecoderOutput, build
 from experiments.runs import read
 from experiments.runs.identity import run_id
 from experiments.train import run_job
@@ -68,6 +68,22 @@ def test_tokens_and_the_parts_of_a_hybrid_are_told_apart() -> None:
     beside = ["variant=hybrid", "variant.pattern=gla+moba", "variant.settings={moba:{block:3}}"]
     assert [(part["part"], part["block"]) for part in selection.chosen(model(*beside), tokens(9))] == [(1, 3)] * 2
     assert selection.chosen(model("variant=full"), tokens(9)) == []
+
+
+def test_what_else_a_mixer_tells_is_not_taken_for_a_choice(monkeypatch) -> None:
+    built = model(*MOBA)
+    aux = built(tokens(9)).aux
+    told = {
+        "gates/0": torch.rand(1, 4, 9, 2),
+        "blocks/0": torch.rand(1, 4, 9, 2),
+        "tokens/1": torch.tensor(3),
+        "loss/indexer/1": torch.rand(()),
+    }
+    for mixer, found in ((built, 1), (model("variant=full"), 0)):
+        monkeypatch.setattr(
+            type(mixer), "forward", lambda *_, **__: DecoderOutput(torch.empty(0), None, told | {"blocks/1": aux["blocks/1"]})
+        )
+        assert len(selection.chosen(mixer, tokens(9))) == found
 
 
 def test_the_answers_are_where_the_values_stand() -> None:
