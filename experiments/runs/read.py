@@ -20,6 +20,7 @@ from typing import Any
 
 import duckdb
 import pyarrow
+from pyarrow import parquet
 
 from experiments.runs.claim import FOLDER as CLAIMS
 from experiments.runs.files import read_json
@@ -139,18 +140,32 @@ def evaluations(study_dir: Path | str, sql: str = "SELECT * FROM evaluation") ->
     connection.register("runs", table(found))
     columns = ", ".join(f'"{name}" {kind}' for name, kind in EVALUATION_COLUMNS.items())
     source = f"CREATE TABLE evaluation ({columns})"
-    if files:
-        # A literal, because a view takes no parameters.
-        paths = ", ".join(_quoted(file) for file in files)
-        source = (
-            "CREATE VIEW evaluation AS SELECT parse_filename(parse_dirpath(filename)) AS run_id, * EXCLUDE (filename) "
-            f"FROM read_parquet([{paths}], union_by_name = true, filename = true)"
-        )
     try:
+        if files:
+            source = f"CREATE VIEW evaluation AS {_sequences(files)}"
         connection.execute(source)
         return connection.sql(sql).to_arrow_table()
-    except duckdb.Error as error:
+    except (duckdb.Error, pyarrow.ArrowException) as error:
         raise UserError(f"the query cannot be answered: {str(error).splitlines()[0]}") from error
+
+
+def _sequences(files: list[str]) -> str:
+    """SQL for the rows of several evaluation.parquet. What some tell of each scored token is told so by all."""
+    fields = {file: {field.name: pyarrow.types.is_list(field.type) for field in parquet.read_schema(file)} for file in files}
+    of_tokens = {name for found in fields.values() for name, is_list in found.items() if is_list}
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for file, found in fields.items():
+        alike.setdefault(tuple(name for name, is_list in found.items() if name in of_tokens and not is_list), []).append(file)
+    queries = []
+    for names, same in alike.items():
+        columns = ['"' + name.replace('"', '""') + '"' for name in names]
+        repeated = ", ".join(f"list_resize([{column}], tokens_scored, {column}) AS {column}" for column in columns)
+        paths = ", ".join(_quoted(file) for file in same)  # literals, because a view takes no parameters
+        queries.append(
+            "SELECT parse_filename(parse_dirpath(filename)) AS run_id, * EXCLUDE (filename) "
+            f"{f'REPLACE ({repeated}) ' if repeated else ''}FROM read_parquet([{paths}], union_by_name = true, filename = true)"
+        )
+    return " UNION ALL BY NAME ".join(queries)
 
 
 def selection(study_dir: Path | str, run_id: str) -> dict[str, Any] | None:

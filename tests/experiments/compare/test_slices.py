@@ -36,6 +36,21 @@ def test_slices_are_accuracies_of_tokens(tmp_path: Path) -> None:
     assert [place["mean"] for place in slices["depth", 32]["groups"][0]] == [1.0, 0.0]
 
 
+def test_tasks_may_tell_the_same_fact_of_a_sequence_and_of_each_token(tmp_path: Path) -> None:
+    of_tokens = evaluation([(32, [(0.25, True), (0.75, False)])])
+    of_sequences = evaluation([(32, [(0.0, True), (0.0, False)]), (32, [(0.0, True)])])
+    of_sequences = of_sequences.set_column(of_sequences.column_names.index("depth"), "depth", pa.array([0.25, 0.5]))
+    for task, table in (("mqar", of_tokens), ("passkey", of_sequences)):
+        write_run(tmp_path, task={"name": task, "length": 32}, evaluation=table, metrics={ACCURACY: 0.5})
+    told = page_data(tmp_path)
+    (depths,) = [one for one in told["slices"] if one["name"] == "depth"]
+    assert depths["bins"] == ["0.25", "0.5", "0.75"]
+    found = {
+        group["label"]: [cell and cell["mean"] for cell in cells] for group, cells in zip(told["groups"], depths["groups"], strict=True)
+    }
+    assert found == {"mqar": [1.0, None, 0.0], "passkey": [0.5, 1.0, None]}
+
+
 def test_a_grid_has_a_row_for_each_depth_and_a_column_for_each_length(tmp_path: Path) -> None:
     rows = [(32, [(0.0, True), (1.0, True)]), (32, [(0.0, False), (1.0, True)]), (64, [(0.0, False), (0.5, True)])]
     write_run(tmp_path, evaluation=evaluation(rows), metrics={ACCURACY: 0.5}, tests={"unit": 16})
