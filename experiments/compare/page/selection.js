@@ -18,7 +18,7 @@ const selection = (() => {
 
   function draw(id, found, layer) {
     const mark = (x, y, symbol, size, name) => ({
-      x, y, mode: "markers", name, marker: { symbol, size, color: charts.css("--c1"), line: { width: 2, color: charts.css("--c1") } }, hovertemplate: "%{x}<extra>%{fullData.name}</extra>",
+      x, y, mode: "markers", cliponaxis: false, name, marker: { symbol, size, color: charts.css("--c1"), line: { width: 2, color: charts.css("--c1") } }, hovertemplate: "%{x}<extra>%{fullData.name}</extra>",
     });
     const known = found.scored.map((at, i) => [found.answers[i], at]).filter(([answer]) => answer !== null);
     const traces = [
