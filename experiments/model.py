@@ -155,7 +155,7 @@ class Decoder(nn.Module):
 
     def whole_rows(self) -> str | None:
         """Why rows cannot be split over processes; None: they can."""
-        return next((reason for mixer in self.mixers() if (reason := mixer.whole_rows()) is not None), None)
+        return next((reason for mixer in self.mixers() if (reason := mixer.must_be_whole()) is not None), None)
 
     def init_state(self, batch: int) -> DecoderState:
         """An empty cache for `batch` rows."""

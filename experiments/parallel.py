@@ -28,8 +28,8 @@ from variants.ops.ranks import Processes, Ranks
 
 #: How long followers may take to come to their own end once the caller has.
 GRACE_SECONDS = 20.0
-#: How long one that has failed may take to be gone.
-LAST_SECONDS = 2.0
+#: How long one that has left the exchange may take to be gone: Python puts itself in order first.
+LAST_SECONDS = 10.0
 HOST = "127.0.0.1"
 
 
@@ -47,17 +47,71 @@ def processes(size: int, target: str, told: Any, *, device: str = "cpu") -> Iter
     with contextlib.ExitStack() as stack:
         common = {"target": target, "told": told, "size": size, "device": device, "port": store.port, "threads": torch.get_num_threads()}
         followers = [stack.enter_context(_follower({**common, "rank": rank})) for rank in range(1, size)]
-        try:
+        stack.enter_context(_interruptible([process for process, _ in followers]))
+        with _named(followers):
             _await(store, followers)
-            with _joined(0, size, device, store) as ranks:
-                yield ranks
-            for process, _ in followers:
+        with _joined(0, size, device, store) as ranks, _named(followers):
+            yield ranks
+        for process, _ in followers:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # what the caller has made is made
                 process.wait(GRACE_SECONDS)
-        except RuntimeError as error:  # of an exchange, if somebody is gone
-            reason = _first_to_end(followers)
-            if reason is None:
-                raise
-            raise RuntimeError(f"of the {size} processes that share each row {reason}") from error
+
+
+@contextlib.contextmanager
+def _interruptible(followers: Sequence[subprocess.Popen[str]]) -> Iterator[None]:
+    """End the followers as soon as this process is asked to end: it may wait for one that has stopped, where no handler of its is run."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    heard, told = os.pipe()
+    os.set_blocking(told, False)
+    before = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+
+    def watch() -> None:
+        while number := os.read(heard, 1):
+            if before != -1:  # whoever listened before goes on to hear
+                os.write(before, number)
+            if number[0] in (signal.SIGINT, signal.SIGTERM):
+                for process in followers:
+                    process.kill()
+
+    watching = threading.Thread(target=watch, name="attnlab signal watch", daemon=True)
+    watching.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(told)
+        watching.join()
+        os.close(heard)
+
+
+@contextlib.contextmanager
+def _named(followers: Sequence[tuple[subprocess.Popen[str], IO[str]]]) -> Iterator[None]:
+    """Say of an exchange that failed which follower is gone; an error of the caller's own stays what it is."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = _first_to_end(followers)
+        if reason is None:
+            raise
+        raise RuntimeError(f"of the {len(followers) + 1} processes that share each row {reason}") from error
+
+
+def _first_to_end(followers: Sequence[tuple[subprocess.Popen[str], IO[str]]]) -> str | None:
+    """Which follower has ended and how; None if all go on. One that was killed comes first: the others' words are of its absence."""
+    deadline = time.monotonic() + LAST_SECONDS
+    while all(process.poll() is None for process, _ in followers) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    gone = [(process.returncode, rank, said) for rank, (process, said) in enumerate(followers, start=1) if process.poll() is not None]
+    if not gone:
+        return None
+    code, rank, said = min(gone, key=lambda one: (one[0] > 0, one[0]))
+    if code < 0:
+        return f"number {rank} was ended by {signal.Signals(-code).name}"
+    said.seek(0)
+    words = said.read().strip().splitlines()
+    return f"number {rank} ended: {words[-1] if words and code else f'exit code {code}'}"
 
 
 def _await(store: dist.Store, followers: Sequence[tuple[subprocess.Popen[str], IO[str]]]) -> None:
@@ -71,21 +125,6 @@ def _await(store: dist.Store, followers: Sequence[tuple[subprocess.Popen[str], I
 
 def _there(rank: int) -> str:
     return f"there/{rank}"
-
-
-def _first_to_end(followers: Sequence[tuple[subprocess.Popen[str], IO[str]]]) -> str | None:
-    """Which follower has ended and how; None if all go on. One that was killed comes first: the others' words are of its absence."""
-    for process, _ in followers:
-        with contextlib.suppress(subprocess.TimeoutExpired):  # the system may take a moment to let it go
-            process.wait(LAST_SECONDS)
-    for rank, (process, said) in sorted(enumerate(followers, start=1), key=lambda item: item[1][0].poll() or 0):
-        if process.returncode:
-            said.seek(0)
-            words = said.read().strip().splitlines()
-            if process.returncode < 0:
-                return f"number {rank} was ended by {signal.Signals(-process.returncode).name}"
-            return f"number {rank} ended: {words[-1] if words else f'exit code {process.returncode}'}"
-    return None
 
 
 def average_gradients(model: nn.Module, ranks: Ranks) -> None:
@@ -121,7 +160,7 @@ def _follower(told: Mapping[str, Any]) -> Iterator[tuple[subprocess.Popen[str], 
     path = os.pathsep.join(sys.path)  # the same modules, wherever they come from
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(
-            [sys.executable, "-m", "experiments.parallel"],
+            [sys.executable, "-P", "-m", "experiments.parallel"],  # -P: nothing from the folder that it happens to be in
             stdin=subprocess.PIPE,
             stdout=said,
             stderr=said,

@@ -88,7 +88,10 @@ def prepare(config: Mapping[str, Any]) -> tuple[Task, Decoder]:
         raise UserError(f"trainer.context_parallel={processes} takes as many GPUs; torch sees {torch.cuda.device_count()}")
     model = initialised(config, task)
     require_positions(model, task, tests)
-    require_parts(model, task, tests, processes)
+    try:
+        require_parts(model, task, tests, processes)
+    except NotApplicable as reason:
+        raise UserError(str(reason)) from None
     if config["start"] is not None:
         start.gate(config, {})  # a gate that cannot be judged is said now
     return task, model

@@ -189,8 +189,19 @@ class Mixer(nn.Module):
         return self.state_elements(time)
 
     def whole_rows(self) -> str | None:
-        """Why each row must be in one process; None: `mix` honours `Context.split`."""
+        """Why each row must be in one process; None: `mix` honours `Context.split`.
+
+        A subclass in another package has to say it anew: what it changes may look past the rows' parts.
+        """
         return f"{type(self).__name__} has no form for rows that are split over processes"
+
+    def must_be_whole(self) -> str | None:
+        """`whole_rows`, where it was said of this class or in its package."""
+        said = next(cls for cls in type(self).__mro__ if "whole_rows" in vars(cls))
+        if said is Mixer or said.__module__.partition(".")[0] == type(self).__module__.partition(".")[0]:
+            return self.whole_rows()
+        name = type(self).__name__
+        return f"{name} inherits whole_rows() from {said.__name__}; define it in {name} if what that changes honours context.split"
 
     def reach(self) -> int | None:
         """How many tokens back an output depends on its input; None: all of them."""
@@ -227,7 +238,7 @@ class Mixer(nn.Module):
                 f"{name}: {scheme} depends on the length of a row, and packed segments have lengths of their own; give one a row"
             )
         if context.split is not None:
-            reason = self.whole_rows() or ("a cache is of whole rows" if state is not None else None)
+            reason = self.must_be_whole() or ("a cache is of whole rows" if state is not None else None)
             if reason is not None:
                 raise NotApplicable(f"{name}: {reason}")
         if state is not None and not self.causal:

@@ -110,7 +110,7 @@ class Hybrid(Mixer):
 
     def whole_rows(self) -> str | None:
         """The first reason that a part has."""
-        return next((reason for mixer in self.mixers if (reason := mixer.whole_rows()) is not None), None)
+        return next((reason for mixer in self.mixers if (reason := mixer.must_be_whole()) is not None), None)
 
     def init_parts(self, batch: int, **like: Any) -> dict[str, Tensor]:
         """Those of the one part, or of all under their numbers."""

@@ -46,7 +46,7 @@ def run(
     mixers = build(only or variants.names(), sizes, notes)
     passes, at = [mode for mode in modes if mode != "decode"], sorted(lengths or LENGTHS)
     if passes:
-        with shared.layers([*mixers], sizes) as split:
+        with shared.layers([*mixers], sizes, notes) as split:
             make = partial(sequence, split=split)
             yield from over(at, "layer", make, mixers, sizes, passes, repeats, notes)
     if "decode" in modes:
@@ -120,10 +120,12 @@ def sequence(
     flops = sizes.batch * mixer.flops(length)
     state_bytes = sizes.batch * mixer.state_elements(length) * x.element_size()
     yield Candidate(name, lambda: mixer(x).y, oracle, leaves, flops=flops, state_bytes=state_bytes)
-    if split is not None and mixer.whole_rows() is None:
-        split.require(length)
+    if split is not None:
         label = f"{name} ({sizes.processes} processes)"
-        yield Candidate(label, partial(split, name, mixer, x), oracle, leaves, flops=flops, state_bytes=state_bytes)
+        if reason := split.why_not(mixer, length):
+            split.notes.left_out("layer", label, reason)
+        else:
+            yield Candidate(label, partial(split, name, mixer, x), oracle, leaves, flops=flops, state_bytes=state_bytes)
     for label, theirs in public.items():
         call = lambda theirs=theirs: functional_call(theirs, parameters, x)  # noqa: E731
         yield Candidate(label, call, oracle, leaves, flops=flops, peer=True)

@@ -40,6 +40,8 @@ def bench(
         raise UserError(f"--mode cannot be {mode!r} at {level} level.{nearest(mode, room.MODES)}")
     if threads < 1 or (repeats is not None and repeats < 1):
         raise UserError(f"--repeats and --threads must be at least 1; got {repeats} and {threads}")
+    if sizes.get("processes", 1) != 1 and level != "layer":
+        raise UserError(f"--processes shares the rows of layers: use it with --level layer, not with --level {level}")
     chosen, names, at = Sizes(**sizes), split(only), parse_lengths(lengths)
     torch.set_num_threads(threads)
     notes = Notes()

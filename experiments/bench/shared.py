@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from experiments import parallel
-from experiments.bench.candidate import output_gradient
+from experiments.bench.candidate import Notes, output_gradient
 from experiments.bench.sizes import Sizes
 from variants.context import split_rows
 from variants.contract import Context, default_positions
@@ -24,26 +24,31 @@ FORWARD, TRAIN, BACKWARD, END = range(4)
 
 
 @contextlib.contextmanager
-def layers(labels: Sequence[str], sizes: Sizes) -> Iterator[Layers | None]:
+def layers(labels: Sequence[str], sizes: Sizes, notes: Notes) -> Iterator[Layers | None]:
     """These layers in `sizes.processes` processes; None for 1."""
     told = {"labels": list(labels), "sizes": asdict(sizes)}
     with parallel.processes(sizes.processes, "experiments.bench.shared:follow", told) as ranks:
         if ranks is None:
             yield None
             return
-        yield Layers(labels, ranks)
+        yield Layers(labels, ranks, notes)
         _tell(END)
 
 
 class Layers:
     """Calls of layers, in the first process, which has the whole input and gets the whole output."""
 
-    def __init__(self, labels: Sequence[str], ranks: Ranks):
-        self.labels, self.ranks = list(labels), ranks
+    def __init__(self, labels: Sequence[str], ranks: Ranks, notes: Notes):
+        self.labels, self.ranks, self.notes = list(labels), ranks, notes
 
-    def require(self, length: int) -> None:
-        """Raises ValueError for rows too short to be split."""
-        Ring(self.ranks, length)
+    def why_not(self, mixer: Any, length: int) -> str | None:
+        """Why rows of this layer, or of this length, cannot be split; None: they can."""
+        try:
+            Ring(self.ranks, length)
+        except ValueError as error:
+            return str(error)
+        reason: str | None = mixer.must_be_whole()
+        return reason
 
     def __call__(self, label: str, mixer: Any, x: Tensor) -> Tensor:
         """y, for an x that is `layer.inputs` and a gradient of y that is `candidate.output_gradient`."""
@@ -99,7 +104,6 @@ class _Part:
 def follow(told: dict[str, Any], ranks: Ranks) -> None:
     """Do what the first process says until it says that this is all."""
     from experiments.bench import layer
-    from experiments.bench.candidate import Notes
 
     sizes, labels = Sizes(**told["sizes"]), told["labels"]
     mixers = [layer.build([label], sizes, Notes())[label].mixer for label in labels]

@@ -348,5 +348,7 @@ def test_layers_whose_rows_two_processes_share_stand_beside_those_of_one_and_are
     told = document("--level", "layer", "--only", "full,gla,moba", "--processes", "2", "--lengths", "65", "--mode", "train", *WORDS)
     names = ["full", "full (2 processes)", "gla", "gla (2 processes)", "moba"]  # what were wrong would not be timed
     assert [row["candidate"] for row in told["rows"]] == names
-    said = bench("--level", "layer", "--only", "full", "--processes", "3", "--lengths", "5", "--mode", "forward", *WORDS).stderr
-    assert "give 6 tokens or more" in said
+    said = bench("--level", "layer", "--only", "full,moba", "--processes", "3", "--lengths", "5,6", "--mode", "forward", *WORDS).stderr
+    assert "full (3 processes) is left out: rows of 5 tokens" in said and "give 6 tokens or more" in said
+    assert "moba (3 processes) is left out: MoBA has no form" in said
+    assert "use it with --level layer" in bench("--level", "core", "--processes", "2", *WORDS, code=2).stderr

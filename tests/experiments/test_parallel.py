@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,10 +17,11 @@ import pytest
 import torch
 
 from experiments import parallel
-from experiments.config import resolve
+from experiments.config import resolve, without
 from experiments.runs.identity import run_id
 from experiments.runs.write import LAST, status_of
 from experiments.sweep.plan import expand, single
+from experiments.train import prepare
 from registry import UserError
 
 TINY = [
@@ -104,15 +106,25 @@ def test_a_process_that_dies_fails_the_run_and_the_run_takes_its_processes_with_
     endless = ("trainer.context_parallel=2", "trainer.steps=100000", "trainer.validate_every=100000")
     run = directory(tmp_path, *endless)
 
+    for word in (signal.SIGKILL, signal.SIGTERM):
+        process = start(tmp_path, *endless)
+        (follower,) = wait_for(lambda process=process: children(process))
+        before = len(rows(run)) if (run / "metrics.jsonl").exists() else 0
+        wait_for(lambda before=before: (run / "metrics.jsonl").exists() and len(rows(run)) > before)
+        os.kill(follower, word)
+        assert process.wait(60) == 1
+        assert status_of(run).status == "failed"
+        assert re.search("of the 2 processes that share each row number 1 (was ended by|ended: exit code)", status_of(run).reason)
+
     process = start(tmp_path, *endless)
-    wait_for(lambda: (run / "metrics.jsonl").exists() and len(rows(run)) > 2)
-    (follower,) = children(process)
-    os.kill(follower, signal.SIGKILL)
-    assert process.wait(60) == 1
-    assert (
-        status_of(run).status == "failed"
-        and "of the 2 processes that share each row number 1 was ended by SIGKILL" in status_of(run).reason
-    )
+    (follower,) = wait_for(lambda: children(process))
+    before = len(rows(run))
+    wait_for(lambda: len(rows(run)) > before)
+    os.kill(follower, signal.SIGSTOP)
+    time.sleep(1)  # by now it is waited for
+    process.send_signal(signal.SIGINT)
+    process.wait(30)
+    assert status_of(run).status == "interrupted"
 
     process = start(tmp_path, *endless)
     (follower,) = wait_for(lambda: children(process))
@@ -130,6 +142,8 @@ def test_what_cannot_be_split_is_refused_before_anything_is_trained(tmp_path):
     assert "trainer.context_parallel=2: NSA has no form for rows that are split" in reason
     with pytest.raises(UserError, match="rows of 20 tokens or more; the shortest has 19"):
         expand(words(tmp_path, "trainer.context_parallel=10"))
+    with pytest.raises(UserError, match="context_parallel=2: NSA has no form for rows that are split"):
+        prepare(without(resolve(words(tmp_path, "variant=nsa", "trainer.context_parallel=2")), "sweep"))
     with pytest.raises(UserError, match=r"trainer.context_parallel must be at least 1; got 0"):
         expand(words(tmp_path, "trainer.context_parallel=0"))
     assert run_id(resolve(words(tmp_path, "trainer.context_parallel=2"))) != run_id(resolve(words(tmp_path)))
@@ -139,3 +153,43 @@ def test_a_process_that_does_not_start_is_named_at_once():
     said = "of the 2 processes that share each row number 1 ended: ModuleNotFoundError: .*no_such_module"
     with pytest.raises(RuntimeError, match=said), parallel.processes(2, "no_such_module:follow", {}):
         pytest.fail("there is nobody to share with")
+
+
+FOLLOWING = """
+import time
+import torch
+import torch.distributed as dist
+
+def exchange(told, ranks):
+    while True:
+        dist.all_reduce(torch.ones(1))
+
+def leave_late(told, ranks):
+    time.sleep(told)
+"""
+
+
+@pytest.fixture
+def following(tmp_path, monkeypatch):
+    (tmp_path / "following.py").write_text(FOLLOWING)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_an_error_of_the_first_process_is_its_own(following, monkeypatch):
+    monkeypatch.setattr(parallel, "LAST_SECONDS", 0.5)
+    with pytest.raises(RuntimeError, match="^out of memory here alone$"), parallel.processes(2, "following:exchange", {}):
+        raise RuntimeError("out of memory here alone")
+
+
+def test_what_is_made_is_kept_though_somebody_is_slow_to_leave(following, monkeypatch):
+    monkeypatch.setattr(parallel, "GRACE_SECONDS", 0.5)
+    with parallel.processes(2, "following:leave_late", 60):
+        pass
+
+
+def test_a_folder_with_modules_of_the_same_names_changes_nothing(following, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "tokenize.py").write_text("raise RuntimeError('not this one')")
+    monkeypatch.chdir(tmp_path / "here")
+    with parallel.processes(2, "following:leave_late", 0):
+        pass

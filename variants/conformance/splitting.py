@@ -21,7 +21,7 @@ RANKS = (2, 3, 4)
 def rows_split_over_processes_give_those_of_one(subject: Subject) -> str:
     """Outputs and gradients, with padding and segments too, for ranks that are imitated in this process. Or a refusal."""
     mixer = subject.build()
-    reason = mixer.whole_rows()
+    reason = mixer.must_be_whole()
     if reason is not None:
         raise NotApplicable(reason)
     time = max(subject.longest, 2 * max(RANKS))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
 from registry import positions, variants
 from tests.variants.conformance import broken, broken_rows, test_gradients, test_scaling, toys
 from variants.conformance import basics, caching, causality, declared, rows, splitting
 from variants.conformance.checks import PROPERTIES, sentence
 from variants.conformance.run import check, judge, subjects_of
+from variants.softmax.full import Full
 
 BROKEN = [
     (
@@ -173,6 +175,24 @@ def test_a_mixer_that_satisfies_the_contract_passes_every_property(mixer, option
     expected |= {"no output reaches further back than declared"} if mixer is toys.Mean else set()
     assert set(others) == expected, others
     assert {outcome.status for outcome in others.values()} == {"not applicable"}
+
+
+def test_what_another_package_changes_is_not_taken_for_fit_to_be_split():
+    class Cumulative(Full):
+        """Softmax attention to running means of the keys, which look past a slice."""
+
+        def attend(self, q, k, v, slots, **told):
+            return self.attention(q, k.cumsum(2) / torch.arange(1, k.shape[2] + 1).unsqueeze(-1), v, **told)
+
+    class Said(Cumulative):
+        def whole_rows(self):
+            return None
+
+    assert "inherits whole_rows() from Softmax; define it in Cumulative" in Cumulative(16, 4).must_be_whole()
+    assert Said(16, 4).must_be_whole() is None and Full(16, 4).must_be_whole() is None
+    with variants.scope():
+        variants.register("toy")(Said)
+        assert judge(splitting.rows_split_over_processes_give_those_of_one, subjects_of("toy", {})).status == "failed"
 
 
 def test_a_mixer_that_honours_a_split_passes():

@@ -154,6 +154,7 @@ def test_what_comes_before_a_slice_is_found_across_slices_shorter_than_it() -> N
     for (number, _), found in zip(held.here, held.ahead(held.part(row), 3), strict=True):
         start = held.span(number).start
         assert found.flatten().tolist() == ([0.0] * 3 + list(range(1, start + 1)))[-3:]
+    assert [found.shape for found in held.ahead(held.part(row), 0)] == [(1, 0, 1)] * 8
     torch.testing.assert_close(held.sums(held.part(row)), held.part(row.cumsum(1)))
 
 
