@@ -36,16 +36,16 @@ def entering(ring: Ring, ends: Sequence[Tensor], left: Sequence[Tensor], *, eras
 def run(
     core: Core,
     ring: Ring,
-    q: Float[Tensor, "batch heads here key_dim"],
-    k: Float[Tensor, "batch heads here key_dim"],
-    v: Float[Tensor, "batch heads here value_dim"],
+    q: Float[Tensor, "batch q_heads here key_dim"],
+    k: Float[Tensor, "batch k_heads here key_dim"],
+    v: Float[Tensor, "batch v_heads here value_dim"],
     timed: Mapping[str, Tensor | None],
     fixed: Mapping[str, Tensor | None],
     *,
     heads: int,
     before: Tensor | None,
     erases: bool = False,
-) -> Float[Tensor, "batch heads here value_dim"]:
+) -> Float[Tensor, "batch o_heads here value_dim"]:
     """The core's outputs for what is here of each row. timed: named inputs that have a time axis, the third. fixed: those that have none.
 
     heads: those of the state. erases: what is left of a state is a matrix times it, and not a factor for each row of it.
