@@ -26,8 +26,9 @@ class Candidate:
     """One way to compute something.
 
     call: computes it. leaves: what a training step differentiates it by. oracle: what it must equal, outputs and gradients by the same
-    leaves. flops: operations of the products of one call, forward. read_bytes: of the state, by one call that decodes a token. calls: how
-    many of them are timed as one, where one is very short.
+    leaves. timed: mode -> what is timed instead, where a call does more so that it can be compared. flops: operations of the products of
+    one call, forward. read_bytes: of the state, by one call that decodes a token. calls: how many of them are timed as one, where one is
+    very short.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Candidate:
     state_bytes: int | Callable[[], int] = 0
     read_bytes: int = 0
     calls: int = 1
+    timed: Callable[[str], Callable[[], tuple[Tensor, ...]]] | None = None
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,8 @@ def output_gradient(shape: torch.Size) -> Tensor:
 
 def work(candidate: Candidate, mode: str) -> Callable[[], tuple[Tensor, ...]]:
     """What is timed: a call without gradients, or with a backward pass."""
+    if candidate.timed is not None:
+        return candidate.timed(mode)
     if mode == "train":
         return lambda: differentiate(candidate.call, candidate.leaves)
 
@@ -197,8 +201,9 @@ def measure(level: str, group: Group, modes: Sequence[str], repeats: int | None,
     right = [candidate for candidate in group.candidates if (group.name, candidate.name) not in notes.wrong]
     for mode in modes:
         jobs = {candidate.name: work(candidate, mode) for candidate in right}
-        # Verification has metered training already. Either run warms up as well.
-        seen = verdicts if mode == "train" else {}
+        # Verification has metered training already, if it did what is timed. Either run warms up as well.
+        others = {candidate.name for candidate in right if candidate.timed is not None}
+        seen = {name: verdict for name, verdict in verdicts.items() if name not in others} if mode == "train" else {}
         peaks = {name: seen[name].peak_bytes if name in seen else metered(job)[1] for name, job in jobs.items()}
         seconds = in_turns({candidate.name: (jobs[candidate.name], candidate.calls) for candidate in right}, repeats)
         for candidate in right:

@@ -125,7 +125,8 @@ def sequence(
         if reason := split.why_not(mixer, length):
             split.notes.left_out("layer", label, reason)
         else:
-            yield Candidate(label, partial(split, name, mixer, x), oracle, leaves, flops=flops, state_bytes=state_bytes)
+            whole, parts = partial(split.call, name, mixer, x), partial(split.timed, name, mixer, x)
+            yield Candidate(label, whole, oracle, leaves, flops=flops, state_bytes=state_bytes, timed=parts)
     for label, theirs in public.items():
         call = lambda theirs=theirs: functional_call(theirs, parameters, x)  # noqa: E731
         yield Candidate(label, call, oracle, leaves, flops=flops, peer=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -19,8 +19,9 @@ from variants.contract import Context, default_positions
 from variants.ops.precision import flushed_denormals
 from variants.ops.ranks import Ranks, Ring
 
-#: What the first process tells the others to do: a pass, a pass to be differentiated, its backward pass, to end.
-FORWARD, TRAIN, BACKWARD, END = range(4)
+#: What the first process tells the others to do: a pass, a pass to be differentiated, its backward pass; a pass, or both, of which nothing
+#: is put together; to end.
+FORWARD, TRAIN, BACKWARD, PASS, STEP, END = range(6)
 
 
 @contextlib.contextmanager
@@ -50,7 +51,21 @@ class Layers:
         reason: str | None = mixer.must_be_whole()
         return reason
 
-    def __call__(self, label: str, mixer: Any, x: Tensor) -> Tensor:
+    def timed(self, label: str, mixer: Any, x: Tensor, mode: str) -> Callable[[], tuple[Tensor, ...]]:
+        """What each process does in a run: no more than its part, and parameters' gradients put together."""
+
+        def step() -> tuple[Tensor, ...]:
+            _tell(STEP, self.labels.index(label), x.shape[1])
+            part = _Part(mixer, x, self.ranks, True)
+            return part.y.detach(), *part.gradients()
+
+        def forward() -> tuple[Tensor, ...]:
+            _tell(PASS, self.labels.index(label), x.shape[1])
+            return (_Part(mixer, x, self.ranks, False).y,)
+
+        return step if mode == "train" else forward
+
+    def call(self, label: str, mixer: Any, x: Tensor) -> Tensor:
         """y, for an x that is `layer.inputs` and a gradient of y that is `candidate.output_gradient`."""
         parameters = [p for p in mixer.parameters() if p.requires_grad]
         y: Tensor = _Shared.apply(self, self.labels.index(label), mixer, x, *parameters)
@@ -71,7 +86,8 @@ class _Shared(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         _tell(BACKWARD)
-        return None, None, None, *ctx.part.gradients()
+        by_x, *by_parameters = ctx.part.gradients()
+        return None, None, None, ctx.part.ring.whole(by_x), *by_parameters
 
 
 class _Part:
@@ -90,7 +106,7 @@ class _Part:
         return self.ring.whole(self.y.detach())
 
     def gradients(self) -> tuple[Tensor, ...]:
-        """By x, whole, and by each parameter."""
+        """By what is here of x, and by each parameter."""
         parameters = [p for p in self.mixer.parameters() if p.requires_grad]
         by_x, *found = torch.autograd.grad(
             self.y, [self.x, *parameters], self.ring.part(output_gradient(self.shape)), materialize_grads=True
@@ -98,7 +114,7 @@ class _Part:
         together = torch.cat([grad.flatten() for grad in found])
         dist.all_reduce(together)
         found = [grad.view_as(p) for grad, p in zip(together.split([p.numel() for p in parameters]), parameters, strict=True)]
-        return self.ring.whole(by_x), *found
+        return by_x, *found
 
 
 def follow(told: dict[str, Any], ranks: Ranks) -> None:
@@ -115,11 +131,15 @@ def follow(told: dict[str, Any], ranks: Ranks) -> None:
                 return
             if what == BACKWARD:
                 assert part is not None
-                part.gradients()
+                by_x, *_ = part.gradients()
+                part.ring.whole(by_x)
                 part = None
-            else:
-                part = _Part(mixers[number], layer.inputs(sizes, length), ranks, what == TRAIN)
+                continue
+            part = _Part(mixers[number], layer.inputs(sizes, length), ranks, what in (TRAIN, STEP))
+            if what in (FORWARD, TRAIN):
                 part.output()
+            elif what == STEP:
+                part.gradients()
 
 
 def _tell(what: int, number: int = 0, length: int = 0) -> None:

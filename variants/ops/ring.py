@@ -202,7 +202,7 @@ class _Ring(torch.autograd.Function):
                         assert share is not None
                         total.add_(share)
             totals = ring.ranks.pass_on(totals, _times(ring, step + 1))()
-        dk, dv, *db = (torch.cat(parts, dim=2) for parts in zip(*totals, strict=True))
+        dk, dv, *db = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2) for parts in zip(*totals, strict=True))
         by_parameters = (g.to(x.dtype) for g, x in zip(grown, parameters, strict=True))
         return None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), da, db[0] if db else None, *by_parameters
 
