@@ -129,3 +129,20 @@ def test_the_lightning_indexer_is_that_of_deepseek_v32_in_transformers() -> None
     # The first queries have fewer to choose from, and it fills up with what follows; equal scores may fall either way.
     found = [scores.gather(-1, picked.clamp(min=0)).masked_fill(picked < 0, -torch.inf).sort(-1).values for picked in (mine, chosen)]
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("impl", ["numba", "torch"])
+def test_attention_to_what_the_indexer_chooses_is_flas(impl: str) -> None:
+    """Outputs, and the gradient of the input, which no choice and no indexer passes on."""
+    torch.manual_seed(0)
+    mixer = variants.build("dsa", dim=DIM, heads=HEADS, kv_heads=2, count=5, impl=impl)
+    x = tokens().requires_grad_()
+    q, k, v, _ = mixer.projections(x, Context(), None, None, None)
+    output = mixer(x)
+    chosen = output.aux["tokens"][:, 0]  # equal scores may fall either way; what is chosen is compared above
+    theirs = dsa.naive_dsa(*(part.transpose(1, 2) for part in (q, k, v)), None, None, indices=chosen, topk=5).flatten(2)
+    theirs = theirs @ mixer.projections.outward.weight.T
+    torch.testing.assert_close(output.y, theirs, rtol=1e-4, atol=1e-5)
+    arriving = torch.randn_like(theirs)
+    mine, right = (torch.autograd.grad((y * arriving).sum(), x, retain_graph=True)[0] for y in (output.y, theirs))
+    torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-5)
