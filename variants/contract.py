@@ -211,6 +211,13 @@ class Mixer(nn.Module):
         """Parameters that weight decay must leave alone, besides biases and norms (anything with fewer than two axes)."""
         return ()
 
+    def shared_by(self, kv_heads: int | None) -> int:
+        """The number of key/value heads, by default one a head. Raises ValueError for one that does not divide the heads."""
+        found = self.heads if kv_heads is None else kv_heads
+        if found < 1 or self.heads % found:
+            raise ValueError(f"{type(self).__name__}: kv_heads={found} does not divide heads={self.heads}")
+        return found
+
     def at_least_one(self, **options: int | None) -> None:
         """Raises ValueError for an option below 1."""
         for option, value in options.items():

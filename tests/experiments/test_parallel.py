@@ -18,11 +18,13 @@ import torch
 
 from experiments import parallel
 from experiments.config import resolve, without
+from experiments.model import build
 from experiments.runs.identity import run_id
 from experiments.runs.write import LAST, status_of
 from experiments.sweep.plan import expand, single
 from experiments.train import prepare
 from registry import UserError
+from variants.conformance.costs import Meter
 
 TINY = [
     *("variant=full", "variant.short_conv=3", "position=rope", "task=mqar", "executor.threads=1"),
@@ -193,3 +195,21 @@ def test_a_folder_with_modules_of_the_same_names_changes_nothing(following, tmp_
     monkeypatch.chdir(tmp_path / "here")
     with parallel.processes(2, "following:leave_late", 0):
         pass
+
+
+def peak_of_a_step(told, ranks) -> int:
+    """The most bytes alive at once in a step of a deep stack over one long row, of which this process has its part."""
+    torch.manual_seed(0)
+    model = build(resolve(["model.dim=64", "model.heads=4", "model.layers=8", "variant=full"]), vocab_size=16)
+    model.ranks = ranks
+    tokens = torch.arange(told).remainder(16)[None]
+    with Meter() as meter:
+        model(tokens, scored=tokens == 0).logits.square().mean().backward()
+    return meter.peak
+
+
+def test_each_of_two_processes_keeps_half_of_the_activations():
+    alone = peak_of_a_step(2048, None)
+    with parallel.processes(2, "tests.experiments.test_parallel:peak_of_a_step", 2048) as ranks:
+        shared = peak_of_a_step(2048, ranks)
+    assert shared < 0.6 * alone  # of the last layer, keys and gradients are on their way besides

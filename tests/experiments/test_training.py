@@ -265,7 +265,7 @@ def test_the_rate_warms_up_and_decays_by_a_cosine():
 
 
 def test_random_streams_of_steps_differ():
-    assert len({step_seed(seed, step) for seed in range(20) for step in range(100)}) == 2000
+    assert len({step_seed(seed, step, rank) for seed in range(20) for step in range(100) for rank in range(2)}) == 4000
 
 
 def test_tokens_per_second_is_measured_over_training_alone(straight):

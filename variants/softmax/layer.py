@@ -87,12 +87,9 @@ class Softmax(Mixer):
         **options: Any,
     ):
         super().__init__(dim, heads, position, **options)
-        name = type(self).__name__
-        self.kv_heads = heads if kv_heads is None else kv_heads
-        if self.kv_heads < 1 or heads % self.kv_heads:
-            raise ValueError(f"{name}: kv_heads={self.kv_heads} does not divide heads={heads}")
+        self.kv_heads = self.shared_by(kv_heads)
         if not 0 <= dropout < 1:
-            raise ValueError(f"{name}: dropout must lie in [0, 1); got {dropout}")
+            raise ValueError(f"{type(self).__name__}: dropout must lie in [0, 1); got {dropout}")
         self.dropout = dropout
         self.implementation = self.choose(impl)
         if self.projects:

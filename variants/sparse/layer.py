@@ -46,11 +46,8 @@ class Sparse(Mixer):
         **options: Any,
     ):
         super().__init__(dim, heads, position, **options)
-        name = type(self).__name__
-        self.kv_heads = heads if kv_heads is None else kv_heads
-        if self.kv_heads < 1 or heads % self.kv_heads:
-            raise ValueError(f"{name}: kv_heads={self.kv_heads} does not divide heads={heads}")
-        self.implementation = implementations.choose(name, impl, self.implementations)
+        self.kv_heads = self.shared_by(kv_heads)
+        self.implementation = implementations.choose(type(self).__name__, impl, self.implementations)
         self.projections = Projections(dim, heads, self.branches * self.kv_heads, self.head_dim, short_conv=short_conv)
 
     def pieces(self, x: Tensor, context: Context, state: State | None, before: Int[Tensor, "batch time"]) -> Pieces:
