@@ -19,6 +19,8 @@ FORMS = {
     "moba": {"block": 16, "count": 2},
     "dsa": {"count": 8},
 }
+# Whose gradients, and not only whose outputs, are made of what was chosen.
+FORMS |= {f"{form} straight through": {**FORMS[form], "straight_through": True} for form in ("nsa", "nsa of small blocks", "moba")}
 
 
 def build(form: str, **options) -> Mixer:
