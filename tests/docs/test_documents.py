@@ -56,9 +56,9 @@ def run(command: str, cwd: Path) -> str:
         words += EXTENSION
     elif words[0] in ("train", "sweep") and "--dry-run" not in words:
         given = {word.partition("=")[0] for word in words}
-        paired = not {"task=passkey", "experiment=state_tracking"} & set(words)
+        paired = not {"task=passkey", "experiment=state_tracking", "experiment=sparse_recall"} & set(words)
         words += [word for word in SMALL if word.partition("=")[0] not in given and (paired or not word.startswith("task.pairs"))]
-        if {"experiment=quickstart", "experiment=state_tracking", "experiment=hybrid_ratio"} & set(words):
+        if any(word.startswith("experiment=") for word in words):
             words += ["seed=0"]
     if words[0] == "check":
         words.append("--fast")
